@@ -1,0 +1,1 @@
+"""Reinforcement fine-tuning of vision-language-action policies with TorchRL."""

@@ -13,6 +13,8 @@ key                            shape        dtype        range or unit; writer -
 "language_instruction"         text         NonTensor    env -> policy
 ("vla_action", "tokens")       [H, A]       int64        0..V-1; policy -> env, loss
 ("vla_action", "log_probs")    [H, A]       float32      <= 0; policy -> loss
+("vla_action",                 [H, A]       float32      <= 0, of the frozen reference;
+ "reference_log_probs")                                  updater -> loss
 ("vla_action", "chunk")        [H, A]       float32      env units; codec -> MultiAction
 "action"                       [A]          float32      env units; MultiAction -> env
 ("next", "reward")             [1]          float32      sum over the chunk; env -> loss
@@ -46,6 +48,7 @@ STATE = STATE_KEY
 INSTRUCTION = INSTRUCTION_KEY
 TOKENS = ACTION_TOKENS_KEY
 LOG_PROBS = ("vla_action", "log_probs")
+REFERENCE_LOG_PROBS = ("vla_action", "reference_log_probs")
 CHUNK = ACTION_CHUNK_KEY
 ACTION = ACTION_KEY
 REWARD = ("next", "reward")

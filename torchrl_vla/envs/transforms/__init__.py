@@ -1,0 +1,5 @@
+"""Transforms between a policy's chunk of tokens and an environment's steps."""
+
+from torchrl_vla.envs.transforms.multi_action import MultiAction
+
+__all__ = ["MultiAction"]

@@ -1,0 +1,6 @@
+"""Options: their schema, the rules between them, and how they are loaded."""
+
+from torchrl_vla.config.rules import ConfigError
+from torchrl_vla.config.schema import Config
+
+__all__ = ["Config", "ConfigError"]

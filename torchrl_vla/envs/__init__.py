@@ -1,5 +1,6 @@
 """Environments with TorchRL's vision-language-action schema, and their transforms."""
 
-from torchrl_vla.envs.transforms import MultiAction
+from torchrl_vla.envs.toy import ToyTaskEnv
+from torchrl_vla.envs.transforms import ActionTokensTransform, MultiAction
 
-__all__ = ["MultiAction"]
+__all__ = ["ActionTokensTransform", "MultiAction", "ToyTaskEnv"]

@@ -7,6 +7,7 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_vla.data import keys
 from torchrl_vla.objectives.functional import (
+    adaptive_kl_coef,
     executed_token_mask,
     group_advantage,
     kl_estimate,
@@ -23,8 +24,8 @@ class GroupAdvantage(Transform):
 
     Works by call (``GroupAdvantage()(batch)``), and as the transform of a TorchRL replay
     buffer, where each ``extend`` must bring whole groups. Unlike TorchRL's
-    ``MCAdvantage`` it holds no queue and no state: what it writes depends on the batch
-    alone.
+    ``MCAdvantage`` it holds no queue: what it writes depends on the batch alone (and, with
+    ``kl_target``, on the coefficient it has steered to).
 
     Args:
         aggregation: ``episode``, ``token`` or ``decision``.
@@ -32,6 +33,9 @@ class GroupAdvantage(Transform):
         kl_coef: coefficient of the KL to a reference policy, subtracted from the reward
             of a decision (sum over its played tokens); 0 is off.
         kl_estimator: ``k1``, ``k2`` or ``k3``.
+        kl_horizon: episodes over which the coefficient can change by a fifth.
+        kl_target: steer ``kl_coef`` to this mean KL per token after each batch; ``None``
+            keeps it fixed.
         reward_key, done_key, num_executed_key, group_key, episode_key, advantage_key,
             loss_weight_key, log_probs_key, reference_key: names of the entries.
 
@@ -67,6 +71,8 @@ class GroupAdvantage(Transform):
         normalize_std: bool = True,
         kl_coef: float = 0.0,
         kl_estimator: str = "k1",
+        kl_target: float | None = None,
+        kl_horizon: int = 10_000,
         reward_key: NestedKey = keys.REWARD,
         done_key: NestedKey = keys.DONE,
         num_executed_key: NestedKey = keys.NUM_EXECUTED,
@@ -85,6 +91,8 @@ class GroupAdvantage(Transform):
         self.normalize_std = normalize_std
         self.kl_coef = kl_coef
         self.kl_estimator = kl_estimator
+        self.kl_target = kl_target
+        self.kl_horizon = kl_horizon
         self.reward_key = reward_key
         self.done_key = done_key
         self.num_executed_key = num_executed_key
@@ -95,6 +103,12 @@ class GroupAdvantage(Transform):
         self.loss_weight_key = loss_weight_key
         self.log_probs_key = log_probs_key
         self.reference_key = reference_key
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"kl_coef": self.kl_coef}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.kl_coef = state["kl_coef"]
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self.forward(tensordict)
@@ -108,11 +122,26 @@ class GroupAdvantage(Transform):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         if self.advantage_key in tensordict.keys(True):
             return tensordict  # sampled from a buffer: it was written on the way in
-        reward_B = self._rewards(tensordict)
         episode_B = self._episodes(tensordict)
-        group_B = tensordict.get(self.group_key).reshape(-1)
-        num_tokens_B = self._num_tokens(tensordict)
+        weight_B = loss_weights(
+            self._num_tokens(tensordict), episode_B, self.aggregation
+        )
+        reward_B = tensordict.get(self.reward_key).reshape(-1).to(torch.float64)
+        if self.kl_coef:
+            reward_B = reward_B - self._kl_penalty(tensordict, weight_B, episode_B)
+        advantage_B = self._advantage(tensordict, reward_B, episode_B)
+        column = (*tensordict.shape, 1)
+        tensordict.set(self.advantage_key, advantage_B.float().reshape(column))
+        tensordict.set(self.loss_weight_key, weight_B.reshape(column))
+        return tensordict
 
+    def _advantage(
+        self,
+        tensordict: TensorDictBase,
+        reward_B: torch.Tensor,
+        episode_B: torch.Tensor,
+    ) -> torch.Tensor:
+        group_B = tensordict.get(self.group_key).reshape(-1)
         num_episodes = int(episode_B.max()) + 1
         return_E = reward_B.new_zeros(num_episodes).index_add(0, episode_B, reward_B)
         group_E = group_B.new_empty(num_episodes).index_copy(0, episode_B, group_B)
@@ -124,18 +153,14 @@ class GroupAdvantage(Transform):
         advantage_E = group_advantage(
             return_E, group_E, normalize_std=self.normalize_std
         )
-        weight_B = loss_weights(num_tokens_B, episode_B, self.aggregation)
-        column = (*tensordict.shape, 1)
-        tensordict.set(
-            self.advantage_key, advantage_E[episode_B].float().reshape(column)
-        )
-        tensordict.set(self.loss_weight_key, weight_B.reshape(column))
-        return tensordict
+        return advantage_E[episode_B]
 
-    def _rewards(self, tensordict: TensorDictBase) -> torch.Tensor:
-        reward_B = tensordict.get(self.reward_key).reshape(-1).to(torch.float64)
-        if not self.kl_coef:
-            return reward_B
+    def _kl_penalty(
+        self,
+        tensordict: TensorDictBase,
+        weight_B: torch.Tensor,
+        episode_B: torch.Tensor,
+    ) -> torch.Tensor:
         kl_BHA = kl_estimate(
             tensordict.get(self.log_probs_key),
             tensordict.get(self.reference_key),
@@ -144,8 +169,17 @@ class GroupAdvantage(Transform):
         mask_BHA = executed_token_mask(
             tensordict.get(self.num_executed_key), *kl_BHA.shape[-2:]
         )
-        kl_B = kl_BHA.masked_fill(~mask_BHA, 0.0).sum((-2, -1)).reshape(-1)
-        return reward_B - self.kl_coef * kl_B.to(torch.float64)
+        kl_B = kl_BHA.masked_fill(~mask_BHA, 0.0).sum((-2, -1)).reshape(-1).double()
+        penalty_B = self.kl_coef * kl_B
+        if self.kl_target is not None:
+            self.kl_coef = adaptive_kl_coef(
+                self.kl_coef,
+                float((weight_B * kl_B).sum()),
+                target=self.kl_target,
+                horizon=self.kl_horizon,
+                num_episodes=int(episode_B.max()) + 1,
+            )
+        return penalty_B
 
     def _episodes(self, tensordict: TensorDictBase) -> torch.Tensor:
         """Number of the episode of each decision, 0.., in the batch's order."""

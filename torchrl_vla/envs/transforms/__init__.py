@@ -1,5 +1,6 @@
 """Transforms between a policy's chunk of tokens and an environment's steps."""
 
+from torchrl_vla.envs.transforms.action_tokens import ActionTokensTransform
 from torchrl_vla.envs.transforms.multi_action import MultiAction
 
-__all__ = ["MultiAction"]
+__all__ = ["ActionTokensTransform", "MultiAction"]

@@ -1,0 +1,97 @@
+"""From the command line to checked dataclasses. The only place that knows Hydra."""
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from torchrl_vla.config.rules import ConfigError, check
+from torchrl_vla.config.schema import Config
+
+GROUPS = ("env", "policy", "logger", "experiment")
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def load_config(raw: DictConfig | dict | None = None) -> Config:
+    """Merge options over the defaults and check them.
+
+    Args:
+        raw: what Hydra composed, or a nested dict with the differences.
+
+    Raises:
+        ConfigError: for an unknown option, a value of the wrong type, or options that
+            contradict each other.
+
+    Example:
+        >>> load_config({"rollout": {"num_groups": 8}}).rollout.num_groups
+        8
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), raw or {})
+        cfg = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).replace("\n", "; ")) from error
+    assert isinstance(cfg, Config)
+    check(cfg)
+    return cfg
+
+
+def to_dict(cfg: Config) -> dict[str, Any]:
+    """The options as plain nested containers, for a file."""
+    return dataclasses.asdict(cfg)
+
+
+def save_config(cfg: Config, path: Path) -> None:
+    """Write the options as YAML."""
+    OmegaConf.save(OmegaConf.create(to_dict(cfg)), path)
+
+
+def option_names() -> list[str]:
+    """All options, dotted: ``seed``, ``env.chunk_size``, ..."""
+    names = []
+    for option in dataclasses.fields(Config):
+        section = option.default_factory
+        if dataclasses.is_dataclass(section):
+            names += [f"{option.name}.{f.name}" for f in dataclasses.fields(section)]
+        else:
+            names.append(option.name)
+    return names
+
+
+def check_command_line(arguments: Sequence[str]) -> None:
+    """Refuse an override of an option that does not exist, and name the closest ones.
+
+    Raises:
+        SystemExit: with one line per unknown option.
+    """
+    known = [*option_names(), *GROUPS]
+    problems = []
+    for argument in arguments:
+        name = argument.split("=")[0].lstrip("+~").split("@")[0]
+        if argument.startswith("-") or "=" not in argument or name.startswith("hydra"):
+            continue
+        if name not in known:
+            last = name.split(".")[-1]
+            close = difflib.get_close_matches(name, known, 3, 0.5)
+            close += [k for k in known if k.split(".")[-1] == last and k not in close]
+            hint = f"did you mean {', '.join(close)}?" if close else "see --help"
+            problems.append(f"{argument}: there is no option {name}; {hint}")
+    if problems:
+        sys.exit("error: " + "\n       ".join(problems))
+
+
+@contextmanager
+def one_clear_error() -> Iterator[None]:
+    """End the program with the text of a user's error, without a traceback."""
+    try:
+        yield
+    except (ValueError, ModuleNotFoundError) as error:
+        sys.exit(f"error: {error}".replace("\n", "\n       "))

@@ -1,0 +1,184 @@
+"""What must hold between options, checked before anything is built."""
+
+from collections.abc import Iterator
+
+from torchrl_vla.config.schema import Config
+
+
+class ConfigError(ValueError):
+    """Options that cannot work; the text says which, what is allowed, what to change."""
+
+
+CHOICES = {
+    "env.name": ("toy", "libero"),
+    "env.init_states": ("sampled", "official"),
+    "policy.name": ("compact", "openvla_oft"),
+    "policy.dtype": ("float32", "bfloat16"),
+    "rollout.selection": ("first", "uniform", "balanced"),
+    "objective.aggregation": ("episode", "token", "decision"),
+    "objective.ratio_level": ("token", "decision"),
+    "objective.behavior_log_prob": ("rollout", "recompute"),
+    "objective.kl_in": ("loss", "reward"),
+    "objective.kl_estimator": ("k1", "k2", "k3"),
+    "logger.name": ("csv", "wandb"),
+    "logger.mode": ("offline", "online"),
+}
+
+AT_LEAST = {
+    "env.chunk_size": 1,
+    "env.max_episode_steps": 1,
+    "env.num_workers": 1,
+    "env.num_envs": 1,
+    "env.image_size": 8,
+    "env.settle_steps": 0,
+    "env.success_steps": 1,
+    "policy.num_bins": 2,
+    "policy.hidden_dim": 1,
+    "policy.top_k": 0,
+    "policy.lora_rank": 0,
+    "rollout.group_size": 2,
+    "rollout.num_groups": 1,
+    "rollout.max_sampling_factor": 1,
+    "rollout.skip_solved": 0,
+    "objective.entropy_coef": 0,
+    "objective.kl_coef": 0,
+    "update.weight_decay": 0,
+    "update.warmup_steps": 0,
+    "update.episodes_per_step": 1,
+    "update.micro_batch_size": 1,
+    "train.num_iterations": 0,
+    "train.patience": 1,
+    "eval.every": 0,
+    "eval.num_init_states": 1,
+    "eval.num_videos": 0,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 1,
+}
+
+POSITIVE = ("policy.temperature", "update.lr", "update.max_grad_norm")
+
+
+def check(cfg: Config) -> None:
+    """Raise one :class:`ConfigError` that lists everything that is wrong."""
+    problems = [*_choices(cfg), *_ranges(cfg)] or [*_relations(cfg)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _value(cfg: Config, path: str) -> object:
+    section, name = path.split(".")
+    return getattr(getattr(cfg, section), name)
+
+
+def _choices(cfg: Config) -> Iterator[str]:
+    for path, allowed in CHOICES.items():
+        if (value := _value(cfg, path)) not in allowed:
+            yield f"{path}={value}: allowed are {', '.join(allowed)}"
+    for path in ("env.cameras", "policy.cameras"):
+        cameras = getattr(getattr(cfg, path.split(".")[0]), "cameras")
+        if wrong := set(cameras) - {"image", "wrist_image"}:
+            yield f"{path} has {sorted(wrong)}: allowed are image, wrist_image"
+
+
+def _ranges(cfg: Config) -> Iterator[str]:
+    for path, lowest in AT_LEAST.items():
+        if (value := _value(cfg, path)) < lowest:  # type: ignore[operator]
+            yield f"{path}={value}: must be at least {lowest}"
+    for path in POSITIVE:
+        if not (value := _value(cfg, path)) > 0:  # type: ignore[operator]
+            yield f"{path}={value}: must be greater than 0"
+    if not 0 < cfg.env.success_tol <= 0.5:
+        yield f"env.success_tol={cfg.env.success_tol}: must be in (0, 0.5]"
+    if not 0 <= cfg.objective.clip_low < 1 or not cfg.objective.clip_high > 0:
+        yield (
+            f"objective.clip_low={cfg.objective.clip_low}, clip_high="
+            f"{cfg.objective.clip_high}: needed are 0 <= clip_low < 1 and clip_high > 0"
+        )
+    for path in ("update.beta1", "update.beta2"):
+        if not 0 <= (value := _value(cfg, path)) < 1:  # type: ignore[operator]
+            yield f"{path}={value}: must be in [0, 1)"
+    size = cfg.policy.rollout_batch_size
+    if size is not None and size < 1:
+        yield f"policy.rollout_batch_size={size}: must be at least 1, or null"
+    if any(task < 0 for task in cfg.env.task_ids):
+        yield f"env.task_ids={cfg.env.task_ids}: task numbers start at 0"
+
+
+def _relations(cfg: Config) -> Iterator[str]:
+    yield from _group_relations(cfg)
+    yield from _env_relations(cfg)
+    yield from _policy_relations(cfg)
+
+
+def _group_relations(cfg: Config) -> Iterator[str]:
+    rollout, update = cfg.rollout, cfg.update
+    low, high = rollout.keep_low, rollout.keep_high
+    if not 0 <= low <= high <= 1:
+        yield (
+            f"rollout.keep_low={low}, keep_high={high}: needed is "
+            "0 <= keep_low <= keep_high <= 1; swap them"
+        )
+    elif rollout.dynamic_sampling and not any(
+        low <= k / rollout.group_size <= high for k in range(1, rollout.group_size)
+    ):
+        yield (
+            f"rollout.keep_low={low}, keep_high={high}: no group of "
+            f"{rollout.group_size} can have such a mean; widen the bounds"
+        )
+    candidates = rollout.num_candidates
+    if candidates is not None and candidates < rollout.group_size:
+        yield (
+            f"rollout.num_candidates={candidates}: must be at least group_size="
+            f"{rollout.group_size}, or null"
+        )
+    if update.episodes_per_step % rollout.group_size:
+        yield (
+            f"update.episodes_per_step={update.episodes_per_step}: must be a multiple "
+            f"of rollout.group_size={rollout.group_size}, so that no group is split"
+        )
+    num_episodes = rollout.num_groups * rollout.group_size
+    if num_episodes % update.episodes_per_step:
+        yield (
+            f"rollout.num_groups={rollout.num_groups} x group_size={rollout.group_size} "
+            f"= {num_episodes} episodes: must be a multiple of update.episodes_per_step="
+            f"{update.episodes_per_step}; change either"
+        )
+    if cfg.objective.kl_target is not None and cfg.objective.kl_in != "reward":
+        yield "objective.kl_target steers the KL in the reward: set objective.kl_in=reward"
+
+
+def _env_relations(cfg: Config) -> Iterator[str]:
+    env = cfg.env
+    if env.max_episode_steps % env.chunk_size:
+        yield (
+            f"env.max_episode_steps={env.max_episode_steps}: must be a multiple of "
+            f"env.chunk_size={env.chunk_size}"
+        )
+    if env.num_workers > cfg.rollout.num_groups:
+        yield (
+            f"env.num_workers={env.num_workers}: at most one worker per group, "
+            f"rollout.num_groups={cfg.rollout.num_groups}; lower it or ask for more groups"
+        )
+    if env.name == "toy" and env.num_workers != 1:
+        yield (
+            f"env.num_workers={env.num_workers}: the toy is vectorised in one process; "
+            "use env.num_workers=1 and env.num_envs"
+        )
+    if len(set(env.task_ids)) != len(env.task_ids):
+        yield f"env.task_ids={env.task_ids}: each task once"
+
+
+def _policy_relations(cfg: Config) -> Iterator[str]:
+    env, policy = cfg.env, cfg.policy
+    rendered = env.cameras or ["image"]
+    if missing := [camera for camera in policy.cameras if camera not in rendered]:
+        yield (
+            f"policy.cameras has {missing}, which env.cameras={rendered} does not "
+            "render; add them there"
+        )
+    if policy.top_k > policy.num_bins:
+        yield f"policy.top_k={policy.top_k}: at most num_bins={policy.num_bins}"
+    if policy.name == "openvla_oft" and policy.checkpoint is None:
+        yield "policy.checkpoint is not set: openvla_oft needs a folder or a hub id"
+    if policy.name == "openvla_oft" and env.name == "toy":
+        yield "policy.name=openvla_oft: needs a robot simulator; use env=libero"

@@ -1,0 +1,134 @@
+"""Greedy success rate over a fixed list of starts, each exactly once."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from torchrl_vla.collectors.env_pool import EnvPool, EpisodeRequest, Policy
+from torchrl_vla.data import keys
+from torchrl_vla.training.metrics import wilson_interval
+
+
+@dataclass
+class EvaluationResult:
+    """Outcome of an evaluation.
+
+    Attributes:
+        success: whether each (task, initial state) pair succeeded.
+        num_env_steps: env steps that each pair took.
+        videos: frames uint8 ``[T, Y, X, 3]`` of recorded pairs, one per decision.
+        protocol: what must be equal for two results to be comparable.
+    """
+
+    success: dict[tuple[int, int], bool]
+    num_env_steps: dict[tuple[int, int], int]
+    videos: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    protocol: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def success_rate(self) -> float:
+        return sum(self.success.values()) / len(self.success)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson 95 % interval of the success rate."""
+        return wilson_interval(sum(self.success.values()), len(self.success))
+
+    def summary(self) -> dict[str, Any]:
+        """Rate and interval, overall and per task, with the protocol."""
+        num = Counter(task for task, _ in self.success)
+        good = Counter(task for (task, _), success in self.success.items() if success)
+        tasks = {
+            str(task): {
+                "success_rate": good[task] / num[task],
+                "interval": wilson_interval(good[task], num[task]),
+                "num_episodes": num[task],
+            }
+            for task in sorted(num)
+        }
+        return {
+            "success_rate": self.success_rate,
+            "interval": self.interval,
+            "num_episodes": len(self.success),
+            "tasks": tasks,
+            "protocol": self.protocol,
+        }
+
+
+class Evaluator:
+    """Play every (task, initial state) pair exactly once, greedily.
+
+    No pair is dropped or repeated, and the result does not depend on which worker plays
+    what or who finishes first. Tokens are the most likely ones.
+
+    Args:
+        pool: where episodes are played.
+        pairs: (task, initial state) pairs, each once.
+        protocol: goes into the result: suite, step limit, settle steps, versions, ...
+
+    Raises:
+        ValueError: for no pairs, or a pair that is there twice.
+    """
+
+    def __init__(
+        self,
+        pool: EnvPool,
+        pairs: Sequence[tuple[int, int]],
+        protocol: dict[str, Any] | None = None,
+    ) -> None:
+        if not pairs or len(set(pairs)) != len(pairs):
+            raise ValueError(f"{len(pairs)} pairs: give at least one, each once")
+        self.pool = pool
+        self.pairs = list(pairs)
+        self.protocol = {"decoding": "greedy", **(protocol or {})}
+
+    @torch.no_grad()
+    def evaluate(self, policy: Policy, num_videos: int = 0) -> EvaluationResult:
+        """Play all pairs; record the first ``num_videos`` of them."""
+        waiting = iter(enumerate(self.pairs))
+
+        def next_request(worker: int) -> EpisodeRequest | None:
+            number, pair = next(waiting, (None, None))
+            if pair is None:
+                return None
+            return EpisodeRequest(number, number, *pair, seed=0)
+
+        result = EvaluationResult({}, Counter(), {}, self.protocol)
+        frames: dict[int, list[np.ndarray]] = {n: [] for n in range(num_videos)}
+        with set_exploration_type(ExplorationType.DETERMINISTIC):
+            for decisions in self.pool.play(policy, next_request):
+                self._record(decisions, result, frames)
+        if missing := set(self.pairs) - set(result.success):
+            raise RuntimeError(f"the simulator gave no outcome for {sorted(missing)}")
+        for number, images in frames.items():
+            if images:
+                result.videos[self.pairs[number]] = np.stack(images)
+        return result
+
+    def _record(self, decisions: TensorDictBase, result, frames) -> None:
+        numbers = decisions[keys.EPISODE_ID].flatten().tolist()
+        executed = decisions[keys.NUM_EXECUTED].flatten().tolist()
+        done = decisions[keys.DONE].flatten().tolist()
+        success = decisions[keys.SUCCESS].flatten().tolist()
+        for row, number in enumerate(numbers):
+            pair = self.pairs[number]
+            result.num_env_steps[pair] += executed[row]
+            if done[row]:
+                result.success[pair] = success[row]
+            if number in frames:
+                frames[number].append(_frame(decisions[row]))
+                if done[row]:
+                    frames[number].append(_frame(decisions[row]["next"]))
+
+
+def _frame(observation: TensorDictBase) -> np.ndarray:
+    pixels = observation.get("pixels", None)
+    if pixels is None:
+        pixels = observation[keys.IMAGE].permute(1, 2, 0)
+    return pixels.cpu().numpy()

@@ -1,0 +1,119 @@
+"""The metrics of a run: one table of names, one file of rows."""
+
+import csv
+import math
+import os
+from pathlib import Path
+
+METRICS = (
+    "iteration",
+    # collection
+    "success_rate",
+    "groups_kept",
+    "groups_all_success",
+    "groups_all_failure",
+    "groups_out_of_bounds",
+    "groups_skipped_solved",
+    "groups_surplus",
+    "groups_unfinished",
+    "episodes_played",
+    "episodes_kept",
+    "episodes_unfinished",
+    "decisions_played",
+    "env_steps_played",
+    # update
+    "optimizer_steps",
+    "learning_rate",
+    "loss_objective",
+    "loss_entropy",
+    "loss_kl",
+    "ratio_deviation",
+    "ratio_mean",
+    "ratio_max",
+    "ratio_min",
+    "clip_fraction",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "kl_approx",
+    "reference_kl",
+    "kl_coef",
+    "entropy",
+    "effective_sample_size",
+    "grad_norm",
+    "masked_fraction",
+    "advantage_mean",
+    "advantage_std",
+    # evaluation
+    "eval_success_rate",
+    "eval_success_low",
+    "eval_success_high",
+    "eval_num_episodes",
+    # time
+    "seconds_collect",
+    "seconds_update",
+    "seconds_eval",
+)
+
+
+def wilson_interval(
+    num_success: int, num_episodes: int, z: float = 1.959964
+) -> tuple[float, float]:
+    """Wilson score interval of a success rate, 95 % by default.
+
+    Source: E. B. Wilson (1927), Journal of the American Statistical Association 22.
+
+    Example:
+        >>> low, high = wilson_interval(8, 10)
+        >>> round(low, 4), round(high, 4)
+        (0.4902, 0.9433)
+    """
+    if num_episodes == 0:
+        return 0.0, 1.0
+    rate = num_success / num_episodes
+    scale = 1 + z**2 / num_episodes
+    center = (rate + z**2 / (2 * num_episodes)) / scale
+    spread = rate * (1 - rate) / num_episodes + z**2 / (4 * num_episodes**2)
+    half_width = z * math.sqrt(spread) / scale
+    return max(center - half_width, 0.0), min(center + half_width, 1.0)
+
+
+class MetricsFile:
+    """``metrics.csv``: a row per iteration, a column per name in ``METRICS``.
+
+    Args:
+        path: of the file. What is there already is kept up to ``last_iteration`` (the
+            iteration of the checkpoint that a run resumes from), so a resumed run's file
+            is the one of an uninterrupted run.
+        last_iteration: rows beyond are dropped; ``-1`` drops all.
+    """
+
+    def __init__(self, path: Path, last_iteration: int = -1) -> None:
+        self.path = path
+        self.rows: list[dict[str, float]] = []
+        if path.exists():
+            with path.open(newline="") as file:
+                for row in csv.DictReader(file):
+                    values = {k: float(v) for k, v in row.items() if v != ""}
+                    if values["iteration"] <= last_iteration:
+                        self.rows.append(values)
+        self._write()
+
+    def append(self, row: dict[str, float]) -> None:
+        """Add a row and write it out.
+
+        Raises:
+            KeyError: for a metric that is not in ``METRICS`` (and so not documented).
+        """
+        if unknown := set(row) - set(METRICS):
+            raise KeyError(f"metrics without a place in METRICS: {sorted(unknown)}")
+        self.rows.append(row)
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, METRICS).writerow(row)
+
+    def _write(self) -> None:
+        partial = self.path.with_suffix(".partial")
+        with partial.open("w", newline="") as file:
+            writer = csv.DictWriter(file, METRICS)
+            writer.writeheader()
+            writer.writerows(self.rows)
+        os.replace(partial, self.path)

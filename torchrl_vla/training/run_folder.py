@@ -1,0 +1,108 @@
+"""A run's folder: where things go, and how a run finds its way back."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from torchrl_vla.training import checkpoint, report
+from torchrl_vla.training.metrics import MetricsFile
+
+# What may change between the parts of a run: none of it moves what is learned.
+MAY_DIFFER = frozenset(
+    {
+        "run_dir",
+        "resume",
+        "name",
+        "train.num_iterations",
+        "train.device",
+        "eval",
+        "checkpoint",
+        "logger",
+        "env.num_workers",
+        "env.render_gpu_device_id",
+        "policy.rollout_batch_size",
+    }
+)
+
+
+class RunFolder:
+    """``config.yaml``, ``metrics.csv``, ``curves.png``, ``videos/``, ``checkpoints/`` and
+    ``summary.json`` of a run.
+
+    Args:
+        run_dir: the folder, or ``None`` for ``runs/<name>/<time>`` (with
+            ``resume=auto``: the newest folder in ``runs/<name>`` that has a checkpoint).
+        name: of the set-up.
+        resume: ``never``, ``auto`` or a checkpoint file.
+        options: all options of this run, nested.
+
+    Raises:
+        CheckpointError: when ``resume=never`` would write over a run, a named checkpoint
+            is cut off, or its options are others.
+    """
+
+    def __init__(
+        self, run_dir: str | None, name: str, resume: str, options: dict[str, Any]
+    ) -> None:
+        runs = Path("runs") / name
+        self.path = Path(run_dir) if run_dir else runs / time.strftime("%Y%m%d-%H%M%S")
+        if run_dir is None and resume == "auto" and (newest := _newest_run(runs)):
+            self.path = newest
+        self.checkpoints = self.path / "checkpoints"
+        self.state = self._find_state(resume)
+        if self.state is not None:
+            checkpoint.check_same_options(self.state["options"], options, MAY_DIFFER)
+        self.options = options
+
+    def _find_state(self, resume: str) -> dict[str, Any] | None:
+        if resume == "auto":
+            return checkpoint.load_newest_checkpoint(self.checkpoints)
+        if resume != "never":
+            return checkpoint.load_checkpoint(Path(resume))
+        if checkpoint.list_checkpoints(self.checkpoints):
+            raise checkpoint.CheckpointError(
+                f"{self.path} holds a run already; go on with resume=auto, or choose "
+                "another run_dir"
+            )
+        return None
+
+    @property
+    def iteration(self) -> int:
+        """Iterations completed before this start."""
+        return 0 if self.state is None else self.state["iteration"]
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a run can go on from here."""
+        return bool(checkpoint.list_checkpoints(self.checkpoints))
+
+    def open_metrics(self) -> MetricsFile:
+        """Create the folder and its ``metrics.csv``."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        last = -1 if self.state is None else self.iteration
+        return MetricsFile(self.path / "metrics.csv", last)
+
+    def restore(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Load the checkpoint into ``parts``; returns its counters."""
+        if self.state is None:
+            return {}
+        for name, part in parts.items():
+            part.load_state_dict(self.state[name])
+        checkpoint.set_random_state(self.state["random_state"])
+        return self.state["counters"]
+
+    def save(
+        self, iteration: int, parts: dict[str, Any], counters: dict[str, Any], keep: int
+    ) -> None:
+        """Write a checkpoint of ``parts`` and all that is needed to go on."""
+        state = {name: part.state_dict() for name, part in parts.items()}
+        state["counters"] = dict(counters)
+        state["options"] = self.options
+        state["versions"] = report.versions()
+        state["random_state"] = checkpoint.random_state()
+        checkpoint.save_checkpoint(self.checkpoints, iteration, state, keep)
+
+
+def _newest_run(runs: Path) -> Path | None:
+    found = [p.parent for p in runs.glob("*/checkpoints") if any(p.glob("*.pt"))]
+    return max(found, default=None)

@@ -1,0 +1,64 @@
+"""LLaMA as OpenVLA-OFT uses it: attention in both directions, and a proof of that."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers import __version__ as transformers_version
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRotaryEmbedding,
+)
+
+
+def make_llama_config(text: dict[str, Any]) -> LlamaConfig:
+    arguments = dict(text)
+    theta = arguments.pop("rope_theta", 10000.0)
+    config = LlamaConfig(
+        **arguments,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        tie_word_embeddings=False,
+    )
+    # Flash attention 2 and flex attention ignore a plain mask.
+    config._attn_implementation = "sdpa"
+    return config
+
+
+@cache
+def check_bidirectional() -> None:
+    """Ask a small layer whether the first position sees the last, and never a pad."""
+    config = make_llama_config(
+        {
+            "vocab_size": 8,
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+        }
+    )
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        torch.manual_seed(0)
+        layer = LlamaDecoderLayer(config, 0)
+        rotary = LlamaRotaryEmbedding(config)
+        hidden = torch.randn(1, 4, 8)
+        mask = torch.tensor([True, True, False, True]).view(1, 1, 1, 4)
+        embeddings = rotary(hidden, position_ids=torch.arange(4)[None])
+
+        def first(position: int) -> Tensor:
+            moved = hidden.clone()
+            moved[:, position] += 1
+            return layer(moved, attention_mask=mask, position_embeddings=embeddings)[
+                0, 0
+            ]
+
+        last, pad = first(3), first(2)
+        base = layer(hidden, attention_mask=mask, position_embeddings=embeddings)[0, 0]
+    if torch.equal(last, base) or not torch.equal(pad, base):
+        raise RuntimeError(
+            f"transformers {transformers_version} does not attend in both directions "
+            "under a padding mask; OpenVLA-OFT would lose about half of its success "
+            "rate without an error. Install a release this project was tested with: "
+            "pip install 'transformers>=5.2'"
+        )

@@ -145,7 +145,7 @@ class UpdateConfig:
 class TrainConfig:
     """The length of a run."""
 
-    num_iterations: int = 100
+    num_iterations: int = 150
     """Iterations of collect and update."""
     patience: int = 2
     """End after this many iterations in a row without a mixed group."""

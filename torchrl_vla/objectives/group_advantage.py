@@ -3,6 +3,7 @@
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
+from torchrl.data import Composite
 from torchrl.envs.transforms import Transform
 
 from torchrl_vla.data import keys
@@ -113,7 +114,7 @@ class GroupAdvantage(Transform):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self.forward(tensordict)
 
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         raise RuntimeError(
             "GroupAdvantage needs whole episodes: call it on a batch, or give it to a "
             "replay buffer, not to an environment."

@@ -190,6 +190,12 @@ def _towers(raw: Mapping[str, Any], origin: str) -> tuple[TowerConfig, ...]:
             f"{raw['timm_override_act_layers']}; only null entries are supported"
         )
     overrides = raw.get("timm_model_kwargs") or [{}] * len(names)
+    allowed = sorted(_SIZE_OVERRIDES)
+    if len(overrides) != len(names) or any(set(o) - set(allowed) for o in overrides):
+        raise ValueError(
+            f"{origin}: timm_model_kwargs is {overrides}; expected is one object per "
+            f"tower with entries of {allowed}"
+        )
     return tuple(
         replace(
             TOWERS[name],

@@ -136,6 +136,11 @@ def find_weight_map(folder: Path) -> dict[str, str]:
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError(f"{folder / INDEX} has no 'weight_map'")
+        outside = {f for f in weight_map.values() if Path(f).name != f}
+        if outside:
+            raise ValueError(
+                f"{folder / INDEX} names {sorted(outside)}, not plain files"
+            )
         missing = {f for f in weight_map.values() if not (folder / f).is_file()}
         if missing:
             raise FileNotFoundError(
@@ -244,7 +249,12 @@ def _load_proprio(
             f"proprio_projector*.pt; there are {[f.name for f in files]}. Set "
             "proprio_dim to None for a policy without proprioception"
         )
-    state = torch.load(files[0], map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(files[0], map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for a bad file
+        raise ValueError(
+            f"{files[0]} is not a plain file of tensors (weights_only): {error}"
+        ) from error
     result.proprio_file = files[0].name
     result.proprio_prefix = (
         "module." if all(key.startswith("module.") for key in state) else ""

@@ -9,6 +9,7 @@ from torchrl_vla.data.action_codec import (
     NormalizationStatistics,
     OpenVLAActionCodec,
     UniformActionCodec,
+    quaternion_to_axis_angle,
 )
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -67,6 +68,13 @@ def test_proprio_equals_the_reference(normalization):
     stats = NormalizationStatistics.from_dict(table["stats"], normalization)
     actual = stats.normalize(f64(table["raw"]))
     torch.testing.assert_close(actual, f64(table[normalization]), rtol=0, atol=1e-12)
+
+
+def test_rotation_vectors_equal_the_reference():
+    table = golden("proprio")
+    actual = quaternion_to_axis_angle(f64(table["quat_xyzw"]))
+    torch.testing.assert_close(actual, f64(table["axis_angle"]), rtol=0, atol=1e-12)
+    assert (actual.norm(dim=-1) > torch.pi).any()
 
 
 def test_gripper_equals_the_reference_for_every_token():

@@ -101,6 +101,32 @@ class NormalizationStatistics:
         return torch.where(self.mask, 0.5 * (values + 1) * span + self.low, values)
 
 
+def quaternion_to_axis_angle(quaternion: Tensor) -> Tensor:
+    """Rotation vectors, as the proprioception of LIBERO policies was recorded.
+
+    ``2 acos(w) / sqrt(1 - w^2) * (x, y, z)``; zero where ``w`` is 1 or -1. Angles reach
+    2 pi: a negative ``w`` is *not* turned into the shorter rotation.
+
+    Source: SimpleVLA-RL at 7c51662d (robosuite's ``quat2axisangle``).
+
+    Args:
+        quaternion: floating ``[*, 4]``, unit length, order x, y, z, w.
+
+    Returns:
+        float64 ``[*, 3]``, radians.
+
+    Example:
+        >>> quaternion_to_axis_angle(torch.tensor([0.0, 0.0, 1.0, 0.0])).tolist()
+        [0.0, 0.0, 3.141592653589793]
+    """
+    values = quaternion.to(torch.float64)
+    cosine = values[..., 3:].clamp(-1, 1)
+    sine = (1 - cosine * cosine).sqrt()
+    # math.isclose(sine, 0) of the reference is exact equality.
+    scale = torch.where(sine == 0, 0.0, 2 * cosine.acos() / sine)
+    return values[..., :3] * scale
+
+
 class ActionCodec(ActionTokenizerBase):
     """What every codec is: ``num_bins`` ids per dimension, ``decode`` and ``encode``.
 

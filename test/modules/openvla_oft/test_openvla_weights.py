@@ -254,6 +254,26 @@ def test_folders_that_are_none(tmp_path):
         OpenVLAOFT.from_pretrained(tmp_path)
 
 
+def test_a_repository_is_downloaded_without_pickled_weights(folder, monkeypatch):
+    asked = {}
+
+    def download(name, **options):
+        asked.update(options, name=name)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    OpenVLAOFT.from_pretrained("owner/policy", revision="abc")
+    assert (asked["name"], asked["revision"]) == ("owner/policy", "abc")
+    assert not any(".bin" in pattern for pattern in asked["allow_patterns"])
+
+    def fail(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(FileNotFoundError, match=r"owner/policy.*no network"):
+        OpenVLAOFT.from_pretrained("owner/policy")
+
+
 def test_pickled_weights_are_not_read(folder):
     (folder / weights.INDEX).unlink()
     for shard in (SHARD_1, SHARD_2):
@@ -310,11 +330,13 @@ def test_proprio_file_of_another_size(folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["action_head--150000_checkpoint.pt", "noisy_action_projector--1.pt"]
+    "name", ["action_head--150000_checkpoint.pt", "vision_backbone--1.pt"]
 )
 def test_continuous_checkpoints_are_refused(name, folder):
     (folder / name).write_bytes(b"")
-    with pytest.raises(ValueError, match=rf"{name}.*continuous.*token-head"):
+    with pytest.raises(
+        ValueError, match=rf"{name} belongs to.*language head.*token-head"
+    ):
         OpenVLAOFT.from_pretrained(folder)
 
 

@@ -9,7 +9,11 @@ from pathlib import Path
 
 from torch import nn
 
-_CONTINUOUS = ("action_head", "noisy_action_projector", "vision_backbone--")
+_FOREIGN_FILES = {
+    "action_head": "a continuous (L1 or diffusion) action head",
+    "noisy_action_projector": "a diffusion action head",
+    "vision_backbone--": "vision towers with FiLM, which this network does not have",
+}
 
 
 def check_files(folder: Path) -> None:
@@ -19,15 +23,19 @@ def check_files(folder: Path) -> None:
     ``noisy_action_projector--*``) beside the same ``model-*.safetensors``, whose
     language head then was never trained to emit actions: read as tokens it gives fluent
     nonsense and zero success.
+
+    Raises:
+        ValueError: with the files that were found and what they mean.
     """
-    found = sorted(p.name for p in folder.iterdir() if p.name.startswith(_CONTINUOUS))
-    if found:
-        raise ValueError(
-            f"{folder} holds {found}: a checkpoint with a continuous (L1 or diffusion) "
-            "action head. Its language head was not trained to emit action tokens and "
-            "would never succeed. Use a token-head checkpoint, such as "
-            "Haozhan72/Openvla-oft-SFT-libero-spatial-traj1"
-        )
+    for path in sorted(folder.iterdir()):
+        for prefix, meaning in _FOREIGN_FILES.items():
+            if path.name.startswith(prefix):
+                raise ValueError(
+                    f"{path} belongs to {meaning}: the language head of this checkpoint "
+                    "was not trained to emit action tokens and would never succeed. "
+                    "Use a token-head checkpoint, such as "
+                    "Haozhan72/Openvla-oft-SFT-libero-spatial-traj1"
+                )
 
 
 def check_window_rows(model: nn.Module, folder: Path) -> None:

@@ -98,7 +98,11 @@ def checkpoint_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def find_folder(folder_or_hub_id: str | Path, revision: str | None = None) -> Path:
-    """A local folder as it is; else the repository of that name, downloaded."""
+    """A local folder as it is; else the repository of that name, downloaded.
+
+    Raises:
+        FileNotFoundError: when it is neither.
+    """
     folder = Path(folder_or_hub_id)
     if folder.is_dir():
         return folder
@@ -110,11 +114,14 @@ def find_folder(folder_or_hub_id: str | Path, revision: str | None = None) -> Pa
 
     patterns = ["*.safetensors", "proprio_projector*", "action_head*"]
     patterns += [f"*{suffix}" for suffix in _COMPANIONS]
-    return Path(
-        snapshot_download(
-            str(folder_or_hub_id), revision=revision, allow_patterns=patterns
-        )
-    )
+    name = str(folder_or_hub_id)
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # connection, name and permission errors of many kinds
+        raise FileNotFoundError(
+            f"{name!r} is no folder here, and no repository that could be downloaded: "
+            f"{error}"
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -5,10 +5,9 @@ import pytest
 import torch
 from torchrl.data.vla import UniformActionTokenizer, VocabTailActionTokenizer
 
-from torchrl_vla.data.action_codec import (
+from torchrl_vla.data.action_codec import OpenVLAActionCodec, UniformActionCodec
+from torchrl_vla.data.normalization import (
     NormalizationStatistics,
-    OpenVLAActionCodec,
-    UniformActionCodec,
     quaternion_to_axis_angle,
 )
 

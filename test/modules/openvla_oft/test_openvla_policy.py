@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_vla.data import keys
-from torchrl_vla.data.action_codec import NormalizationStatistics
+from torchrl_vla.data.normalization import NormalizationStatistics
 from torchrl_vla.modules.openvla_oft import (
     OpenVLAOFT,
     OpenVLAOFTPolicy,

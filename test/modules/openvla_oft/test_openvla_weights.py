@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torchrl_vla.modules.openvla_oft import (
     OpenVLAOFT,
     OpenVLAOFTConfig,
+    folders,
     head_check,
     save_tiny_checkpoint,
     tiny_config,
@@ -123,7 +124,7 @@ def test_proprio_projector_has_a_file_of_its_own(prefix, folder, tmp_path):
     model.save_pretrained(saved)
     again = torch.load(saved / file.name, weights_only=True)
     assert again.keys() == {prefix + k for k in state}
-    assert not any("proprio" in key for key in weights.find_weight_map(saved))
+    assert not any("proprio" in key for key in folders.find_weight_map(saved))
 
 
 @pytest.mark.parametrize(
@@ -156,30 +157,30 @@ def test_proprio_projector_has_a_file_of_its_own(prefix, folder, tmp_path):
         ),
         (
             lambda f: edit_json(
-                f / weights.INDEX, lambda j: j["weight_map"].update(new=SHARD_1)
+                f / folders.INDEX, lambda j: j["weight_map"].update(new=SHARD_1)
             ),
             ValueError,
             ["1 are unknown ['new']"],
         ),
         (
             lambda f: edit_json(
-                f / weights.INDEX,
+                f / folders.INDEX,
                 lambda j: j.update(weight_map=dict(list(j["weight_map"].items())[:75])),
             ),
             ValueError,
             ["76 of 151 keys are missing"],
         ),
         (
-            lambda f: edit_json(f / weights.INDEX, lambda j: j.pop("weight_map")),
+            lambda f: edit_json(f / folders.INDEX, lambda j: j.pop("weight_map")),
             ValueError,
-            [weights.INDEX, "weight_map"],
+            [folders.INDEX, "weight_map"],
         ),
         (
             lambda f: edit_json(
-                f / weights.INDEX, lambda j: j["weight_map"].update({FC1: "../x"})
+                f / folders.INDEX, lambda j: j["weight_map"].update({FC1: "../x"})
             ),
             ValueError,
-            [weights.INDEX, "../x", "plain files"],
+            [folders.INDEX, "../x", "plain files"],
         ),
         (
             lambda f: edit_json(
@@ -190,9 +191,9 @@ def test_proprio_projector_has_a_file_of_its_own(prefix, folder, tmp_path):
             ["config.json", "img_size", "embed_dim"],
         ),
         (
-            lambda f: (f / weights.INDEX).write_text("{"),
+            lambda f: (f / folders.INDEX).write_text("{"),
             ValueError,
-            [weights.INDEX, "not valid JSON"],
+            [folders.INDEX, "not valid JSON"],
         ),
         (
             lambda f: (f / "config.json").unlink(),
@@ -275,7 +276,7 @@ def test_a_repository_is_downloaded_without_pickled_weights(folder, monkeypatch)
 
 
 def test_pickled_weights_are_not_read(folder):
-    (folder / weights.INDEX).unlink()
+    (folder / folders.INDEX).unlink()
     for shard in (SHARD_1, SHARD_2):
         (folder / shard).unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")

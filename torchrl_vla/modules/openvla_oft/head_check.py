@@ -31,9 +31,9 @@ def check_files(folder: Path) -> None:
         for prefix, meaning in _FOREIGN_FILES.items():
             if path.name.startswith(prefix):
                 raise ValueError(
-                    f"{path} belongs to {meaning}: the language head of this checkpoint "
-                    "was not trained to emit action tokens and would never succeed. "
-                    "Use a token-head checkpoint, such as "
+                    f"{path} belongs to {meaning}: the checkpoint's language head was "
+                    "not trained to emit action tokens and would never succeed. Use a "
+                    "token-head checkpoint, such as "
                     "Haozhan72/Openvla-oft-SFT-libero-spatial-traj1"
                 )
 

@@ -1,4 +1,8 @@
-"""LLaMA as OpenVLA-OFT uses it: attention in both directions, and a proof of that."""
+"""LLaMA as OpenVLA-OFT uses it: attention in both directions, and a proof of that.
+
+Shape legend: ``B`` decisions, ``L`` prompt tokens, ``P`` visual tokens, ``N`` tokens
+behind the prompt, ``S`` the whole sequence.
+"""
 
 from functools import cache
 from typing import Any
@@ -24,6 +28,40 @@ def make_llama_config(text: dict[str, Any]) -> LlamaConfig:
     # Flash attention 2 and flex attention ignore a plain mask.
     config._attn_implementation = "sdpa"
     return config
+
+
+def lay_out(
+    prompt_mask_BL: Tensor, num_visual: int, num_behind: int
+) -> tuple[Tensor, Tensor]:
+    """Mask and positions of a sequence that lies in memory as visual, prompt, behind.
+
+    Position 0 is the first valid prompt token (BOS), 1 to ``num_visual`` are the visual
+    tokens, then come the other valid prompt tokens and what is behind them. Pads may
+    lie anywhere in the prompt; their positions mean nothing.
+
+    Args:
+        prompt_mask_BL: bool ``[B, L]``, false where padded.
+        num_visual: visual (and proprioceptive) tokens.
+        num_behind: action placeholders and the stop token.
+
+    Returns:
+        bool and int64 ``[B, num_visual + L + num_behind]``.
+
+    Example:
+        >>> mask, position = lay_out(torch.tensor([[False, True, True]]), 2, 1)
+        >>> position.tolist()
+        [[1, 2, 0, 0, 3, 4]]
+    """
+    batch, device = len(prompt_mask_BL), prompt_mask_BL.device
+    ones_BP = prompt_mask_BL.new_ones(batch, num_visual)
+    ones_BN = prompt_mask_BL.new_ones(batch, num_behind)
+    mask_BS = torch.cat([ones_BP, prompt_mask_BL, ones_BN], 1)
+    rank_BL = (prompt_mask_BL.cumsum(1) - 1).clamp(min=0)
+    prompt_BL = rank_BL + num_visual * (rank_BL > 0)
+    visual_BP = torch.arange(1, num_visual + 1, device=device).expand(batch, -1)
+    end_B1 = num_visual + prompt_mask_BL.sum(1, keepdim=True)
+    behind_BN = end_B1 + torch.arange(num_behind, device=device)
+    return mask_BS, torch.cat([visual_BP, prompt_BL, behind_BN], 1)
 
 
 @cache

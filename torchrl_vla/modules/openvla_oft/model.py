@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from torchrl_vla.modules.openvla_oft import head_check, weights
+from torchrl_vla.modules.openvla_oft import folders, head_check, weights
 from torchrl_vla.modules.openvla_oft.config import OpenVLAOFTConfig
 from torchrl_vla.modules.openvla_oft.language import (
     check_bidirectional,
+    lay_out,
     make_llama_config,
 )
 from torchrl_vla.modules.openvla_oft.vision import (
@@ -68,7 +69,7 @@ class OpenVLAOFT(nn.Module):
                 config.proprio_dim, config.text["hidden_size"]
             )
         self.gradient_checkpointing = False
-        self.folder = weights.CheckpointFolder()
+        self.folder = folders.CheckpointFolder()
 
     @classmethod
     def from_pretrained(
@@ -97,9 +98,9 @@ class OpenVLAOFT(nn.Module):
             ValueError: for a damaged shard, missing, unknown or misshapen tensors, a
                 continuous-action checkpoint, or an untrained language head.
         """
-        folder = weights.find_folder(folder_or_hub_id, revision)
+        folder = folders.find_folder(folder_or_hub_id, revision)
         head_check.check_files(folder)
-        raw = weights.read_json(folder / "config.json")
+        raw = folders.read_json(folder / "config.json")
         config = OpenVLAOFTConfig.from_dict(
             raw, origin=str(folder / "config.json"), **options
         )
@@ -260,17 +261,8 @@ class OpenVLAOFT(nn.Module):
             ],
             dim=1,
         )
-        ones_BP = prompt_mask_BL.new_ones(batch, num_visual)
-        ones_BN = prompt_mask_BL.new_ones(batch, num_actions + 1)
-        mask_BS = torch.cat([ones_BP, prompt_mask_BL, ones_BN], 1)
-        # BOS is position 0, the visual tokens follow, then the rest of the prompt.
-        rank_BL = (prompt_mask_BL.cumsum(1) - 1).clamp(min=0)
-        prompt_BL = rank_BL + num_visual * (rank_BL > 0)
-        device = input_ids.device
-        visual_BP = torch.arange(1, num_visual + 1, device=device).expand(batch, -1)
-        length_B1 = prompt_mask_BL.sum(1, keepdim=True) + num_visual
-        action_BN = length_B1 + torch.arange(num_actions + 1, device=device)
-        return embeds_BSD, mask_BS, torch.cat([visual_BP, prompt_BL, action_BN], 1)
+        mask_BS, position_BS = lay_out(prompt_mask_BL, num_visual, num_actions + 1)
+        return embeds_BSD, mask_BS, position_BS
 
     def run_language_model(
         self, embeds_BSD: Tensor, mask_BS: Tensor, position_BS: Tensor

@@ -10,8 +10,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_vla.data import keys
-from torchrl_vla.data.action_codec import NormalizationStatistics
-from torchrl_vla.modules.openvla_oft import statistics, weights
+from torchrl_vla.data.normalization import NormalizationStatistics
+from torchrl_vla.modules.openvla_oft import folders, statistics
 from torchrl_vla.modules.openvla_oft.model import OpenVLAOFT
 from torchrl_vla.modules.openvla_oft.prompt import PromptEncoder
 from torchrl_vla.modules.token_policy import TokenPolicy
@@ -134,7 +134,7 @@ class OpenVLAOFTPolicy(TokenPolicy):
             unnorm_key, statistics_folder, normalization: of the proprioception.
             arguments: of the constructor.
         """
-        folder = weights.find_folder(folder_or_hub_id, revision)
+        folder = folders.find_folder(folder_or_hub_id, revision)
         model = OpenVLAOFT.from_pretrained(
             folder,
             dtype=dtype,

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchrl_vla.data.action_codec import NormalizationStatistics, OpenVLAActionCodec
-from torchrl_vla.modules.openvla_oft import weights
+from torchrl_vla.data.action_codec import OpenVLAActionCodec
+from torchrl_vla.data.normalization import NormalizationStatistics
+from torchrl_vla.modules.openvla_oft import folders
 
 FILE = "dataset_statistics.json"
 _SUFFIX = "_no_noops"
@@ -32,13 +33,13 @@ def load_statistics(
     Raises:
         FileNotFoundError: when ``statistics_folder`` has no such file.
     """
-    folder = weights.find_folder(folder_or_hub_id, revision)
+    folder = folders.find_folder(folder_or_hub_id, revision)
     config = folder / "config.json"
-    found = dict(weights.read_json(config).get("norm_stats") or {})
+    found = dict(folders.read_json(config).get("norm_stats") or {})
     if statistics_folder is not None:
-        found |= weights.read_json(weights.find_folder(statistics_folder) / FILE)
+        found |= folders.read_json(folders.find_folder(statistics_folder) / FILE)
     elif (folder / FILE).is_file():
-        found |= weights.read_json(folder / FILE)
+        found |= folders.read_json(folder / FILE)
     return found
 
 

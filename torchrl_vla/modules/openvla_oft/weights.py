@@ -1,22 +1,24 @@
-"""Checkpoint folders: which tensor is which, streaming in, and out again unchanged."""
+"""Weights of a checkpoint: which tensor is which, streamed in, and out unchanged."""
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+from torchrl_vla.modules.openvla_oft.folders import (
+    INDEX,
+    SINGLE,
+    CheckpointFolder,
+    find_weight_map,
+    open_shard,
+    read_companions,
+)
+
 _SHARD_BYTES = 5 * 10**9
-_COMPANION_BYTES = 32 * 2**20
-_COMPANIONS = (".json", ".model", ".txt", ".md", ".py", ".jinja")
 
 # Names inside transformers' vision layers -> (name in the checkpoint, which third of
 # the fused projection). DINOv2's attention has two sets of names: its releases differ.
@@ -42,19 +44,6 @@ _LAYER = re.compile(
     r"(vision_backbone\.\w+)\.layers\.(\d+)\.(.+)\.(weight|bias|lambda1)"
 )
 _PROPRIO = "proprio_projector."
-
-
-@dataclass
-class CheckpointFolder:
-    """What of a folder must survive until it is saved again."""
-
-    weight_map: dict[str, str] = field(default_factory=dict)
-    """File of every checkpoint key."""
-    companions: dict[str, bytes] = field(default_factory=dict)
-    """Configuration, statistics and tokenizer files, byte for byte."""
-    proprio_file: str = "proprio_projector--latest_checkpoint.pt"
-    proprio_prefix: str = ""
-    """``module.`` where the file's keys carry it."""
 
 
 def checkpoint_key(name: str) -> tuple[str, int]:
@@ -97,82 +86,6 @@ def checkpoint_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
-def find_folder(folder_or_hub_id: str | Path, revision: str | None = None) -> Path:
-    """A local folder as it is; else the repository of that name, downloaded.
-
-    Raises:
-        FileNotFoundError: when it is neither.
-    """
-    folder = Path(folder_or_hub_id)
-    if folder.is_dir():
-        return folder
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder_or_hub_id)):
-        raise FileNotFoundError(
-            f"{folder} is no folder, and no repository id of the form 'owner/name'"
-        )
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.safetensors", "proprio_projector*", "action_head*"]
-    patterns += [f"*{suffix}" for suffix in _COMPANIONS]
-    name = str(folder_or_hub_id)
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # connection, name and permission errors of many kinds
-        raise FileNotFoundError(
-            f"{name!r} is no folder here, and no repository that could be downloaded: "
-            f"{error}"
-        ) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an error that names the file."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}; expected an object")
-    return content
-
-
-def find_weight_map(folder: Path) -> dict[str, str]:
-    """File of every key, from the index or from the only file there is."""
-    if (folder / INDEX).is_file():
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{folder / INDEX} has no 'weight_map'")
-        outside = {f for f in weight_map.values() if Path(f).name != f}
-        if outside:
-            raise ValueError(
-                f"{folder / INDEX} names {sorted(outside)}, not plain files"
-            )
-        missing = {f for f in weight_map.values() if not (folder / f).is_file()}
-        if missing:
-            raise FileNotFoundError(
-                f"shards {sorted(missing)} of {folder / INDEX} are missing in {folder}"
-            )
-        return weight_map
-    if (folder / SINGLE).is_file():
-        with _open(folder / SINGLE) as file:
-            return dict.fromkeys(file.keys(), SINGLE)
-    raise FileNotFoundError(
-        f"{folder} has neither {INDEX} nor {SINGLE}; there are "
-        f"{sorted(p.name for p in folder.iterdir())}. Pickled weights (.bin) are not "
-        "read: convert them to safetensors"
-    )
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(
-            f"{path} is damaged or cut off ({error}); download it again"
-        ) from error
-
-
 def _check_keys(expected: Mapping, weight_map: Mapping[str, str], folder: Path) -> None:
     missing = sorted(set(expected) - set(weight_map))
     unknown = sorted(set(weight_map) - set(expected))
@@ -193,7 +106,7 @@ def load(
     _check_keys(shapes, weight_map, folder)
     for shard in sorted(set(weight_map.values())):
         keys = [key for key, file in weight_map.items() if file == shard]
-        with _open(folder / shard) as file:
+        with open_shard(folder / shard) as file:
             absent = sorted(set(keys) - set(file.keys()))
             if absent:
                 raise ValueError(
@@ -209,7 +122,7 @@ def load(
                 parts = tensor.chunk(len(names[key]))
                 for name, part in zip(names[key], parts, strict=True):
                     _assign(model, name, part, dtype, device)
-    result = CheckpointFolder(weight_map, _read_companions(folder))
+    result = CheckpointFolder(weight_map, read_companions(folder))
     if model.proprio_projector is not None:
         _load_proprio(model, folder, result, dtype, device)
     return result
@@ -230,16 +143,6 @@ def _assign(
         setattr(module, leaf, nn.Parameter(value))
     else:
         setattr(module, leaf, value)
-
-
-def _read_companions(folder: Path) -> dict[str, bytes]:
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(folder.iterdir())
-        if path.suffix in _COMPANIONS
-        and path.name != INDEX
-        and path.stat().st_size <= _COMPANION_BYTES
-    }
 
 
 def _load_proprio(

@@ -63,8 +63,9 @@ def add_lora(
         lora_dropout=dropout,
         target_modules=target,
     )
+    # torch.manual_seed would reseed every GPU as well, and fork_rng restores the CPU.
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         peft.inject_adapter_in_model(config, model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)

@@ -299,6 +299,33 @@ def test_flops_agree_with_what_torch_counts(golden):
     assert 4.6e12 < flops_per_decision(real)[0] < 5.2e12
 
 
+@torch.no_grad()
+def test_any_chunk_and_three_images():
+    config = tiny_config(num_images=3, chunk_size=5, action_dim=3, proprio_dim=4)
+    model = OpenVLAOFT(config).eval()
+    images = torch.randint(0, 256, (2, 3, 3, 224, 224), dtype=torch.uint8)
+    pixels = model.normalize_images(images)
+    ids = torch.tensor([[1, 9, 29871], [1, 29871, 0]])
+    mask = (ids > 0).long()
+    logits = model(pixels, ids, mask, torch.zeros(2, 4))
+    assert logits.shape == (2, 5, 3, 256)
+    # Each camera and the state matter.
+    for i in range(3):
+        other = pixels.clone()
+        other[:, 6 * i] += 1
+        assert not torch.equal(model(other, ids, mask, torch.zeros(2, 4)), logits)
+    assert not torch.equal(model(pixels, ids, mask, torch.ones(2, 4)), logits)
+
+
+def test_building_a_model_leaves_the_random_numbers_alone():
+    language.check_bidirectional.cache_clear()
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    language.check_bidirectional()
+    assert torch.equal(torch.rand(2), expected)
+
+
 def test_copies_are_independent():
     model = OpenVLAOFT(tiny_config())
     other = copy.deepcopy(model)

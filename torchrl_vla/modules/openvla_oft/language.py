@@ -77,7 +77,7 @@ def check_bidirectional() -> None:
         }
     )
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         layer = LlamaDecoderLayer(config, 0)
         rotary = LlamaRotaryEmbedding(config)
         hidden = torch.randn(1, 4, 8)

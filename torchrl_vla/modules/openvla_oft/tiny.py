@@ -86,8 +86,9 @@ def save_tiny_checkpoint(folder: str | Path, *, seed: int = 0, **options: Any) -
         2226280
     """
     folder = Path(folder)
+    # torch.manual_seed would reseed every GPU as well, and fork_rng restores the CPU.
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         OpenVLAOFT(tiny_config(**options)).save_pretrained(folder)
     action = {
         "q01": [-1.0] * 6 + [0.0],

@@ -6,14 +6,21 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
+from torchrl.envs import TransformedEnv
+from torchrl.envs.custom import ToyVLAEnv
+from torchrl.envs.transforms import Compose
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_vla.data import keys
 from torchrl_vla.data.normalization import NormalizationStatistics
+from torchrl_vla.envs.transforms import MultiAction
+from torchrl_vla.envs.transforms.action_tokens import ActionTokensTransform
+from torchrl_vla.envs.transforms.openvla_image import OpenVLAImageTransform
 from torchrl_vla.modules.openvla_oft import (
     OpenVLAOFT,
     OpenVLAOFTPolicy,
     PromptEncoder,
+    load_action_codec,
     save_tiny_checkpoint,
     tiny_config,
     tiny_tokenizer,
@@ -160,6 +167,21 @@ def test_from_pretrained_reads_everything_from_one_folder(tmp_path, batch):
     )
     batch[keys.STATE] = torch.zeros(3, 8)
     assert policy(batch)[keys.TOKENS].shape == (3, 8, 7)
+
+
+def test_it_plays_in_an_environment(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path)
+    policy = OpenVLAOFTPolicy.from_pretrained(folder, min_window_mass=0.0)
+    codec = load_action_codec(folder, "libero_spatial")
+    env = ToyVLAEnv(action_dim=7, state_dim=7, image_shape=(3, 40, 60), batch_size=[2])
+    env = TransformedEnv(env, Compose(MultiAction(8), ActionTokensTransform(codec)))
+    env.append_transform(OpenVLAImageTransform())
+    with torch.no_grad():
+        played = env.rollout(2, policy)
+    last_actions = codec.decode(played[keys.TOKENS])[:, :, -1].float()
+    # The state of the toy echoes the last action; its gripper is -1 or 1.
+    assert torch.equal(played["next", "observation", "state"], last_actions)
+    assert played[keys.LOG_PROBS].shape == (2, 2, 8, 7)
 
 
 def test_an_untrained_head_is_refused_before_it_acts(tiny_folder, batch, prompts):

@@ -49,7 +49,8 @@ class EnvPool:
         >>> policy = CompactPolicy(chunk_size=4, action_dim=2, num_bins=33, state_dim=4)
         >>> episodes = [EpisodeRequest(i, i, 0, i, seed=i) for i in range(6)]
         >>> pool = EnvPool(env)
-        >>> rounds = pool.play(policy, lambda worker: episodes.pop() if episodes else None)
+        >>> waiting = iter(episodes)
+        >>> rounds = pool.play(policy, lambda worker: next(waiting, None))
         >>> sum(int(decisions["next", "done"].sum()) for decisions in rounds)
         6
     """
@@ -77,8 +78,8 @@ class EnvPool:
             policy: reads observations, writes ``("vla_action", "tokens")`` (and
                 log-probs).
             next_request: called with the number of a worker that has a free slot;
-                returns its next episode, or ``None`` for nothing at present (it is asked
-                again after the next round).
+                returns its next episode, or ``None`` for nothing at present (it is
+                asked again after the next round).
 
         Yields:
             The decisions of each round, a flat batch ``[B]``: what the policy read and
@@ -104,6 +105,11 @@ class EnvPool:
 
     def _start(self, slots, free: list[int], observation):
         """Reset the slots in ``free`` to the starts that were requested for them."""
+        if observation is None:
+            # TorchRL needs a complete first reset, so idle slots share a start.
+            idle = ~slots.busy
+            slots.ids[idle] = slots.ids[free[0]].expand(int(idle.sum()))
+            free = list(range(self.num_slots))
         task, state = slots.ids[keys.TASK_ID], slots.ids[keys.INIT_STATE_ID]
         if self._has_workers:
             starts = zip(task.flatten().tolist(), state.flatten().tolist(), strict=True)
@@ -119,8 +125,7 @@ class EnvPool:
             request["_reset"] = mask.unsqueeze(-1)
         if not self.env.batch_dims:
             request = request.squeeze(0)
-        fresh = self.env.reset(request, **kwargs).reshape(self.num_slots)
-        return fresh
+        return self.env.reset(request, **kwargs).reshape(self.num_slots)
 
     def _round(self, policy, slots, observation):
         busy = slots.busy

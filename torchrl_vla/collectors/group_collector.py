@@ -45,8 +45,8 @@ class GroupCollector:
     mixed groups **in that order**, whichever finished first, so it does not depend on
     the number of workers or on how long episodes last; groups played beyond them are
     surplus, are counted, and come again in the next iteration under the new policy.
-    Collection ends when the batch is full or ``max_sampling_factor * num_groups`` groups
-    have been looked at.
+    Collection ends when the batch is full or ``max_sampling_factor * num_groups``
+    groups have been looked at.
 
     Source: dynamic sampling of DAPO (arXiv:2503.14476) as in SimpleVLA-RL. TorchRL's
     collectors deliver a number of frames and leave grouping to
@@ -92,8 +92,8 @@ class GroupCollector:
         if group_size < 2 or num_candidates < group_size or num_groups < 1:
             raise ValueError(
                 f"group_size is {group_size}, num_candidates {num_candidates}, "
-                f"num_groups {num_groups}; needed are 2 <= group_size <= num_candidates "
-                "and num_groups >= 1"
+                f"num_groups {num_groups}; needed are 2 <= group_size <= "
+                "num_candidates and num_groups >= 1"
             )
         self.pool = pool
         self.schedule = schedule
@@ -134,8 +134,8 @@ class GroupCollector:
         Returns:
             The decisions of the kept groups, a flat batch ``[B]`` ordered by group,
             episode and decision (``None`` when no group was kept), and the counts named
-            in ``COUNTS`` plus ``success_rate`` (of all episodes of the groups looked at,
-            kept or not).
+            in ``COUNTS`` plus ``success_rate`` (of all episodes of the groups looked
+            at, kept or not).
         """
         wave = _Wave(self)
         rounds = self.pool.play(policy, wave.next_request)
@@ -158,12 +158,14 @@ class _Wave:
         self.first = self.position = collector.position  # next group to be decided
         self.next_position = collector.position  # next group to be started
         self.budget = collector.max_groups
-        self.groups: dict[int, _Group] = {}
+        self.groups: dict[int, _Group | None] = {}  # None is passed over
+        self.solved_visits = collector.solved_visits.copy()
         self.of_worker: dict[int, _Group] = {}
         self.kept: dict[int, list[int]] = {}  # members kept, by group
         self.count: Counter[str] = Counter()
         self.num_success = self.num_decided = 0
         self.rows: list[TensorDictBase] = []
+        self.num_forgotten = 0  # dropped groups whose rows are gone
 
     # -- what to play next ---------------------------------------------------------
 
@@ -193,9 +195,11 @@ class _Wave:
             self.next_position += 1
             start = (request.task_id, request.init_state_id)
             group = self.groups[request.group_id] = _Group(request)
-            if self.c.skip_solved and self.c.solved_visits[start] >= self.c.skip_solved:
+            # Judged by what was known before this iteration: what finishes meanwhile
+            # depends on the number of workers.
+            if self.c.skip_solved and self.solved_visits[start] >= self.c.skip_solved:
                 # Solved once more, it is passed over again; otherwise it is back.
-                self.c.solved_visits[start] -= 1
+                self.solved_visits[start] -= 1
                 self.groups[request.group_id] = None
                 self.budget += 1
                 self._decide()
@@ -210,10 +214,11 @@ class _Wave:
             return False
         # Groups that are mixed so far, of those that finished; one is added to both, so
         # that the first guess is that every group will be kept.
-        finished = [g for g in self.groups.values() if g and self._is_finished(g)]
-        num_mixed = sum(self._is_kept(g) for g in finished)
+        started = [group for group in self.groups.values() if group]
+        finished = [group for group in started if self._is_finished(group)]
+        num_mixed = sum(self._is_kept(group) for group in finished)
         share = (num_mixed + 1) / (len(finished) + 1)
-        num_running = self.next_position - self.first - len(finished)
+        num_running = len(started) - len(finished)
         return num_mixed + num_running * share < self.c.num_groups
 
     # -- what came back ------------------------------------------------------------
@@ -240,11 +245,13 @@ class _Wave:
             group = self.groups[self.position]
             if group is not None and not self._is_finished(group):
                 break
-            self.position += 1
             if group is None:
+                request = self.c.schedule[self.position]
+                self.c.solved_visits[request.task_id, request.init_state_id] -= 1
                 self.count["groups_skipped_solved"] += 1
-                continue
-            self._record(group)
+            else:
+                self._record(group)
+            self.position += 1
         self._forget_dropped()
 
     def _record(self, group: _Group) -> None:
@@ -254,9 +261,10 @@ class _Wave:
         self.num_decided += len(returns)
         start = (group.request.task_id, group.request.init_state_id)
         all_solved = num_success == len(returns)
-        self.c.solved_visits[start] = (
-            self.c.solved_visits[start] + 1 if all_solved else 0
-        )
+        if self.c.skip_solved and all_solved:
+            self.c.solved_visits[start] += 1
+        else:
+            self.c.solved_visits.pop(start, None)
         if self._is_kept(group):
             self.kept[group.request.group_id] = self._members(group)
             self.count["groups_kept"] += 1
@@ -294,9 +302,10 @@ class _Wave:
     # -- the batch -----------------------------------------------------------------
 
     def _forget_dropped(self) -> None:
-        """Free the images of dropped groups once they are more than half of all."""
-        decided = self.position - self.first
-        if decided > 2 * len(self.kept) + self.c.num_groups and len(self.rows) > 1:
+        """Free the images of dropped groups once they are more than those wanted."""
+        num_dropped = self.position - self.first - len(self.kept)
+        if num_dropped - self.num_forgotten > self.c.num_groups:
+            self.num_forgotten = num_dropped
             rows = torch.cat(self.rows)
             group_B = rows[keys.GROUP_ID].flatten()
             kept = torch.tensor(sorted(self.kept), dtype=torch.int64)

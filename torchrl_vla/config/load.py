@@ -44,14 +44,9 @@ def load_config(raw: DictConfig | dict | None = None) -> Config:
     return cfg
 
 
-def to_dict(cfg: Config) -> dict[str, Any]:
-    """The options as plain nested containers, for a file."""
-    return dataclasses.asdict(cfg)
-
-
-def save_config(cfg: Config, path: Path) -> None:
-    """Write the options as YAML."""
-    OmegaConf.save(OmegaConf.create(to_dict(cfg)), path)
+def save_config(options: dict[str, Any], path: Path) -> None:
+    """Write options, as nested containers, to a YAML file."""
+    OmegaConf.save(OmegaConf.create(options), path)
 
 
 def option_names() -> list[str]:

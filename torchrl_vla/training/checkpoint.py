@@ -20,10 +20,13 @@ class CheckpointError(ValueError):
 def save_checkpoint(
     folder: Path, iteration: int, state: dict[str, Any], keep: int
 ) -> Path:
-    """Write a checkpoint and remove the oldest beyond ``keep``.
+    """Write a checkpoint, then remove those beyond ``keep``.
 
     It is written under a temporary name, flushed to disk and renamed, so a file with a
     checkpoint's name is complete whenever the process or the machine stops.
+
+    Checkpoints of later iterations go too: either they are cut off, or the run went on
+    from an earlier one and replaces them.
 
     Args:
         folder: of the checkpoints.
@@ -39,15 +42,17 @@ def save_checkpoint(
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
-    for old in list_checkpoints(folder)[:-keep]:
-        old.unlink()
+    found = list_checkpoints(folder)
+    newest = found.index(path) + 1
+    for other in found[: max(newest - keep, 0)] + found[newest:]:
+        other.unlink()
     return path
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints of a folder, oldest first."""
     found = [path for path in folder.glob("*.pt") if _PATTERN.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(_PATTERN.fullmatch(path.name)[1]))
+    return sorted(found, key=lambda path: int(path.stem.split("_")[1]))
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -77,13 +77,18 @@ def wilson_interval(
     return max(center - half_width, 0.0), min(center + half_width, 1.0)
 
 
+def _number(text: str) -> float:
+    # An integer stays one, so that a row that is read and written again is the same.
+    return int(text) if text.lstrip("-").isdigit() else float(text)
+
+
 class MetricsFile:
     """``metrics.csv``: a row per iteration, a column per name in ``METRICS``.
 
     Args:
         path: of the file. What is there already is kept up to ``last_iteration`` (the
-            iteration of the checkpoint that a run resumes from), so a resumed run's file
-            is the one of an uninterrupted run.
+            iteration of the checkpoint that a run resumes from), so a resumed run's
+            file is the one of an uninterrupted run.
         last_iteration: rows beyond are dropped; ``-1`` drops all.
     """
 
@@ -93,7 +98,9 @@ class MetricsFile:
         if path.exists():
             with path.open(newline="") as file:
                 for row in csv.DictReader(file):
-                    values = {k: float(v) for k, v in row.items() if v != ""}
+                    if None in row.values():
+                        continue  # the process was killed while it wrote this row
+                    values = {k: _number(v) for k, v in row.items() if v != ""}
                     if values["iteration"] <= last_iteration:
                         self.rows.append(values)
         self._write()

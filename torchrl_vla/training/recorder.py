@@ -168,8 +168,8 @@ class Recorder(AbstractContextManager):
         report.save_json(path / "summary.json", summary)
         low, high = result.interval
         self.say(
-            f"greedy success rate {result.success_rate:.3f} [{low:.3f}, {high:.3f}] over "
-            f"{len(result.success)} episodes, from "
+            f"greedy success rate {result.success_rate:.3f} [{low:.3f}, {high:.3f}] "
+            f"over {len(result.success)} episodes, from "
             f"{summary['initial_success_rate']:.3f}; {summary['num_iterations']} "
             f"iterations in {summary['seconds_total']:.0f} s\n"
             f"{path}/summary.json, curves.png, metrics.csv, videos/"

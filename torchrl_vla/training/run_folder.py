@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torchrl_vla.config.load import save_config
 from torchrl_vla.training import checkpoint, report
 from torchrl_vla.training.metrics import MetricsFile
 
@@ -26,19 +27,19 @@ MAY_DIFFER = frozenset(
 
 
 class RunFolder:
-    """``config.yaml``, ``metrics.csv``, ``curves.png``, ``videos/``, ``checkpoints/`` and
-    ``summary.json`` of a run.
+    """``config.yaml``, ``metrics.csv``, ``curves.png``, ``videos/``, ``checkpoints/``
+    and ``summary.json`` of a run.
 
     Args:
         run_dir: the folder, or ``None`` for ``runs/<name>/<time>`` (with
-            ``resume=auto``: the newest folder in ``runs/<name>`` that has a checkpoint).
+            ``resume=auto``: the newest folder in ``runs/<name>`` with a checkpoint).
         name: of the set-up.
         resume: ``never``, ``auto`` or a checkpoint file.
         options: all options of this run, nested.
 
     Raises:
-        CheckpointError: when ``resume=never`` would write over a run, a named checkpoint
-            is cut off, or its options are others.
+        CheckpointError: when another run would be written over, a named checkpoint is
+            cut off, or its options are others.
     """
 
     def __init__(
@@ -57,14 +58,13 @@ class RunFolder:
     def _find_state(self, resume: str) -> dict[str, Any] | None:
         if resume == "auto":
             return checkpoint.load_newest_checkpoint(self.checkpoints)
-        if resume != "never":
-            return checkpoint.load_checkpoint(Path(resume))
-        if checkpoint.list_checkpoints(self.checkpoints):
+        is_own = Path(resume).resolve().parent == self.checkpoints.resolve()
+        if self.has_checkpoint and not is_own:
             raise checkpoint.CheckpointError(
                 f"{self.path} holds a run already; go on with resume=auto, or choose "
                 "another run_dir"
             )
-        return None
+        return None if resume == "never" else checkpoint.load_checkpoint(Path(resume))
 
     @property
     def iteration(self) -> int:
@@ -77,8 +77,9 @@ class RunFolder:
         return bool(checkpoint.list_checkpoints(self.checkpoints))
 
     def open_metrics(self) -> MetricsFile:
-        """Create the folder and its ``metrics.csv``."""
+        """Create the folder, its ``config.yaml`` and its ``metrics.csv``."""
         self.path.mkdir(parents=True, exist_ok=True)
+        save_config(self.options, self.path / "config.yaml")
         last = -1 if self.state is None else self.iteration
         return MetricsFile(self.path / "metrics.csv", last)
 

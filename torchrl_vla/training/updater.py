@@ -22,8 +22,8 @@ class Updater:
 
     The batch is cut at episodes, so that 512 episodes at 128 per step are 4 optimizer
     steps however many decisions they have; each step is accumulated over micro-batches
-    of ``micro_batch_size`` decisions. Loss weights are normalised over the step, so loss
-    and gradient do not depend on the micro-batch size.
+    of ``micro_batch_size`` decisions. Loss weights are normalised over the step, so
+    loss and gradient do not depend on the micro-batch size.
 
     Source: SimpleVLA-RL (arXiv:2509.09674), appendix A. TorchRL's recipe counts
     decisions per optimizer step instead.
@@ -62,8 +62,8 @@ class Updater:
             )
         if behavior_log_prob not in ("rollout", "recompute"):
             raise ValueError(
-                f"behavior_log_prob is {behavior_log_prob!r}; allowed are 'rollout' and "
-                "'recompute'"
+                f"behavior_log_prob is {behavior_log_prob!r}; allowed are 'rollout' "
+                "and 'recompute'"
             )
         self.loss_module = loss_module
         self.policy = loss_module.actor_network
@@ -133,7 +133,7 @@ class Updater:
         metrics["advantage_mean"] = float(advantage.mean())
         metrics["advantage_std"] = float(advantage.std(correction=0))
         metrics["optimizer_steps"] = len(steps)
-        metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        metrics["learning_rate"] = steps[-1]["learning_rate"]
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,12 +178,14 @@ class Updater:
                 totals[name] = combine(totals[name], value) if name in totals else value
         parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
         grad_norm = nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+        learning_rate = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
         self.num_optimizer_steps += 1
         metrics = {name: float(value) for name, value in totals.items()}
         metrics["grad_norm"] = float(grad_norm)
+        metrics["learning_rate"] = learning_rate
         return _derive(metrics)
 
 

@@ -6,7 +6,7 @@ from torchrl_vla.config.schema import Config
 
 
 class ConfigError(ValueError):
-    """Options that cannot work; the text says which, what is allowed, what to change."""
+    """Options that cannot work; the text says which, and what to change."""
 
 
 CHOICES = {
@@ -75,18 +75,24 @@ def _choices(cfg: Config) -> Iterator[str]:
         if (value := _value(cfg, path)) not in allowed:
             yield f"{path}={value}: allowed are {', '.join(allowed)}"
     for path in ("env.cameras", "policy.cameras"):
-        cameras = getattr(getattr(cfg, path.split(".")[0]), "cameras")
+        cameras: list[str] = _value(cfg, path)  # type: ignore[assignment]
         if wrong := set(cameras) - {"image", "wrist_image"}:
             yield f"{path} has {sorted(wrong)}: allowed are image, wrist_image"
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
     for path, lowest in AT_LEAST.items():
-        if (value := _value(cfg, path)) < lowest:  # type: ignore[operator]
+        # Written so that NaN does not pass.
+        if not (value := _value(cfg, path)) >= lowest:  # type: ignore[operator]
             yield f"{path}={value}: must be at least {lowest}"
     for path in POSITIVE:
         if not (value := _value(cfg, path)) > 0:  # type: ignore[operator]
             yield f"{path}={value}: must be greater than 0"
+    yield from _intervals(cfg)
+    yield from _optional_ranges(cfg)
+
+
+def _intervals(cfg: Config) -> Iterator[str]:
     if not 0 < cfg.env.success_tol <= 0.5:
         yield f"env.success_tol={cfg.env.success_tol}: must be in (0, 0.5]"
     if not 0 <= cfg.objective.clip_low < 1 or not cfg.objective.clip_high > 0:
@@ -97,6 +103,12 @@ def _ranges(cfg: Config) -> Iterator[str]:
     for path in ("update.beta1", "update.beta2"):
         if not 0 <= (value := _value(cfg, path)) < 1:  # type: ignore[operator]
             yield f"{path}={value}: must be in [0, 1)"
+
+
+def _optional_ranges(cfg: Config) -> Iterator[str]:
+    target = cfg.objective.kl_target
+    if target is not None and not target > 0:
+        yield f"objective.kl_target={target}: must be greater than 0, or null"
     size = cfg.policy.rollout_batch_size
     if size is not None and size < 1:
         yield f"policy.rollout_batch_size={size}: must be at least 1, or null"
@@ -106,6 +118,7 @@ def _ranges(cfg: Config) -> Iterator[str]:
 
 def _relations(cfg: Config) -> Iterator[str]:
     yield from _group_relations(cfg)
+    yield from _objective_relations(cfg)
     yield from _env_relations(cfg)
     yield from _policy_relations(cfg)
 
@@ -139,12 +152,31 @@ def _group_relations(cfg: Config) -> Iterator[str]:
     num_episodes = rollout.num_groups * rollout.group_size
     if num_episodes % update.episodes_per_step:
         yield (
-            f"rollout.num_groups={rollout.num_groups} x group_size={rollout.group_size} "
-            f"= {num_episodes} episodes: must be a multiple of update.episodes_per_step="
-            f"{update.episodes_per_step}; change either"
+            f"rollout.num_groups={rollout.num_groups} x group_size="
+            f"{rollout.group_size} = {num_episodes} episodes: must be a multiple of "
+            f"update.episodes_per_step={update.episodes_per_step}; change either"
         )
-    if cfg.objective.kl_target is not None and cfg.objective.kl_in != "reward":
-        yield "objective.kl_target steers the KL in the reward: set objective.kl_in=reward"
+    if rollout.skip_solved and cfg.env.init_states == "sampled":
+        yield (
+            f"rollout.skip_solved={rollout.skip_solved}: sampled starts never come "
+            "back; set env.init_states=official, or skip_solved=0"
+        )
+
+
+def _objective_relations(cfg: Config) -> Iterator[str]:
+    objective = cfg.objective
+    if objective.kl_target is None:
+        return
+    if objective.kl_in != "reward":
+        yield (
+            f"objective.kl_target={objective.kl_target}: steers the KL in the reward; "
+            "set objective.kl_in=reward"
+        )
+    if objective.kl_coef == 0:
+        yield (
+            f"objective.kl_target={objective.kl_target}: a coefficient of 0 cannot be "
+            "steered; set objective.kl_coef to a start above 0, or kl_target=null"
+        )
 
 
 def _env_relations(cfg: Config) -> Iterator[str]:
@@ -157,7 +189,8 @@ def _env_relations(cfg: Config) -> Iterator[str]:
     if env.num_workers > cfg.rollout.num_groups:
         yield (
             f"env.num_workers={env.num_workers}: at most one worker per group, "
-            f"rollout.num_groups={cfg.rollout.num_groups}; lower it or ask for more groups"
+            f"rollout.num_groups={cfg.rollout.num_groups}; lower it or ask for more "
+            "groups"
         )
     if env.name == "toy" and env.num_workers != 1:
         yield (

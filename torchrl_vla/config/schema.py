@@ -60,7 +60,7 @@ class PolicyConfig:
     dtype: str = "float32"
     """openvla_oft only: ``float32`` or ``bfloat16``."""
     unnorm_key: str | None = None
-    """openvla_oft only: key of the action statistics; None derives it from the suite."""
+    """openvla_oft only: key of the action statistics; None derives it from suite."""
     lora_rank: int = 0
     """openvla_oft only: rank of the adapters (32 is usual); 0 trains everything."""
     gradient_checkpointing: bool = False

@@ -26,8 +26,8 @@ class GroupSchedule:
 
     Every run of ``len(task_ids)`` groups has each task once, in a shuffled order. The
     visits of a task walk through a shuffled list of its initial states, and a state
-    comes back only after all others. The place in the list is one integer, so a run that
-    resumes from it goes on exactly.
+    comes back only after all others. The place in the list is one integer, so a run
+    that resumes from it goes on exactly.
 
     Args:
         task_ids: numbers of the tasks in their suite.

@@ -19,13 +19,13 @@ key                            shape        dtype        range or unit; writer -
 "action"                       [A]          float32      env units; MultiAction -> env
 ("next", "reward")             [1]          float32      sum over the chunk; env -> loss
 ("next", "success")            [1]          bool         env -> collector, evaluator
-("next", "num_executed")       [1]          int64        0..H env steps; MultiAction -> loss
+("next", "num_executed")       [1]          int64        0..H; MultiAction -> loss
 "task_id"                      [1]          int64        number in the suite; env
 "init_state_id"                [1]          int64        number of the start; env
-"group_id"                     [1]          int64        unique in a run; pool -> advantage
-"episode_id"                   [1]          int64        unique in a run; pool -> advantage
+"group_id"                     [1]          int64        of the run; pool -> advantage
+"episode_id"                   [1]          int64        of the run; pool -> advantage
 "decision_id"                  [1]          int64        0.. in its episode; pool
-"sampling_seed"                [1]          int64        noise of a decision; pool -> policy
+"sampling_seed"                [1]          int64        of the noise; pool -> policy
 "advantage"                    [1]          float32      advantage -> loss
 "loss_weight"                  [1]          float32      per token; advantage -> loss
 =============================  ===========  ===========  ==============================

@@ -12,15 +12,15 @@ from torchrl_vla.data.random_streams import derive_seed, uniform
 class ToyTaskEnv(ToyVLAEnv):
     """``ToyVLAEnv`` in tracking mode, as a task with initial states and a step limit.
 
-    The hand must stay within ``success_tol`` of a target for ``success_steps`` env steps
-    in a row. The target is a pure function of ``(seed, init_state_id)``, so all members
-    of a group start bit-identically in any process. The reward is 1 at success and 0
-    before, as on LIBERO. The image shows the first two action dimensions: a green field
-    of the tolerance's size around the target, and the hand in red.
+    The hand must stay within ``success_tol`` of a target for ``success_steps`` env
+    steps in a row. The target is a pure function of ``(seed, init_state_id)``, so all
+    members of a group start bit-identically in any process. The reward is 1 at success
+    and 0 before, as on LIBERO. The image shows the first two action dimensions: a green
+    field of the tolerance's size around the target, and the hand in red.
 
     ``torchrl.envs.custom.ToyVLAEnv`` draws targets in the order of resets, has a dense
-    reward, noise for an image and no step limit, and can repeat a start only where it is
-    not batched.
+    reward, noise for an image and no step limit, and can repeat a start only where it
+    is not batched.
 
     Args:
         num_envs: ``N``, members stepped at once; the batch size is ``[N]``.

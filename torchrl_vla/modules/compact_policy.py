@@ -55,10 +55,10 @@ def _image_encoder(num_keypoints: int) -> nn.Sequential:
 
 
 class CompactPolicy(TokenPolicy):
-    """Images, proprioception and instruction to ``H x A x V`` logits, under 5 M weights.
+    """Images, proprioception, instruction to ``H x A x V`` logits, under 5 M weights.
 
-    One small convolutional encoder with spatial softmax per camera, hashed words for the
-    instruction, two residual layers, one linear head. All tokens of a chunk are
+    One small convolutional encoder with spatial softmax per camera, hashed words for
+    the instruction, two residual layers, one linear head. All tokens of a chunk are
     independent given the observation, as in OpenVLA-OFT's parallel decoding.
 
     Args:
@@ -111,8 +111,9 @@ class CompactPolicy(TokenPolicy):
             micro_batch_size=micro_batch_size,
         )
         self.image_keys = list(image_keys)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        # torch.manual_seed would reseed every GPU as well.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
             self.encoders = nn.ModuleList(
                 _image_encoder(num_keypoints) for _ in self.image_keys
             )

@@ -7,14 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+
 from torchrl_vla.config import ConfigError
 from torchrl_vla.config.load import load_config
 from torchrl_vla.training.checkpoint import CheckpointError, load_checkpoint
 
+SCRIPT = Path(__file__).parents[1] / "sota-implementations/vla_grpo/vla-grpo.py"
 SMALL = {
     "seed": 3,
     "env": {"num_envs": 32, "success_tol": 0.5},
@@ -189,7 +191,7 @@ def test_killed_run_goes_on_to_the_same_end(recipe, whole, tmp_path):
     """SIGKILL at whatever moment follows the third checkpoint."""
     command = [
         sys.executable,
-        str(ROOT / "sota-implementations" / "vla_grpo" / "vla-grpo.py"),
+        str(SCRIPT),
         f"run_dir={tmp_path}",
         "seed=3",
         "train.num_iterations=100000",

@@ -13,6 +13,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl_vla.collectors.env_pool import EnvPool, EpisodeRequest, Policy
 from torchrl_vla.data import keys
 from torchrl_vla.training.metrics import wilson_interval
+from torchrl_vla.training.report import versions
 
 
 @dataclass
@@ -70,7 +71,8 @@ class Evaluator:
     Args:
         pool: where episodes are played.
         pairs: (task, initial state) pairs, each once.
-        protocol: goes into the result: suite, step limit, settle steps, versions, ...
+        protocol: goes into the result, besides decoding, pairs and versions: suite,
+            step limit, settle steps, seeds, ...
 
     Raises:
         ValueError: for no pairs, or a pair that is there twice.
@@ -86,7 +88,15 @@ class Evaluator:
             raise ValueError(f"{len(pairs)} pairs: give at least one, each once")
         self.pool = pool
         self.pairs = list(pairs)
-        self.protocol = {"decoding": "greedy", **(protocol or {})}
+        starts: dict[str, list[int]] = {}
+        for task, start in pairs:
+            starts.setdefault(str(task), []).append(start)
+        self.protocol = {
+            "decoding": "greedy",
+            **(protocol or {}),
+            "pairs": starts,
+            "versions": versions(),
+        }
 
     @torch.no_grad()
     def evaluate(self, policy: Policy, num_videos: int = 0) -> EvaluationResult:

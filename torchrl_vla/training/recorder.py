@@ -73,6 +73,9 @@ class Recorder(AbstractContextManager):
         if error_type is not None and self.folder.has_checkpoint:
             self.say(f"stopped; go on with resume=auto run_dir={self.folder.path}")
         self._bar.close()
+        # W&B writes what it was given when its run is finished.
+        if finish := getattr(getattr(self.logger, "experiment", None), "finish", None):
+            finish()
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""

@@ -38,7 +38,9 @@ def load_config(raw: DictConfig | dict | None = None) -> Config:
         merged = OmegaConf.merge(OmegaConf.structured(Config), raw or {})
         cfg = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).replace("\n", "; ")) from error
+        # The lines behind the first name classes, which nobody can set.
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{error.full_key}: {reason}") from error
     assert isinstance(cfg, Config)
     check(cfg)
     return cfg

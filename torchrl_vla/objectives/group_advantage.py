@@ -19,14 +19,14 @@ from torchrl_vla.objectives.functional import (
 class GroupAdvantage(Transform):
     """Write ``"advantage"`` and ``"loss_weight"`` onto a batch of whole episodes.
 
-    The return of an episode is the sum of ``("next", "reward")`` over its decisions; its
-    advantage over the group, :func:`functional.group_advantage`, goes to each of them.
-    ``"loss_weight"`` carries the aggregation, :func:`functional.loss_weights`.
+    The return of an episode is the sum of ``("next", "reward")`` over its decisions;
+    its advantage over the group, :func:`functional.group_advantage`, goes to each of
+    them. ``"loss_weight"`` carries the aggregation, :func:`functional.loss_weights`.
 
-    Works by call (``GroupAdvantage()(batch)``), and as the transform of a TorchRL replay
-    buffer, where each ``extend`` must bring whole groups. Unlike TorchRL's
-    ``MCAdvantage`` it holds no queue: what it writes depends on the batch alone (and, with
-    ``kl_target``, on the coefficient it has steered to).
+    Works by call (``GroupAdvantage()(batch)``), and as the transform of a TorchRL
+    replay buffer, where each ``extend`` must bring whole groups. Unlike TorchRL's
+    ``MCAdvantage`` it holds no queue: what it writes depends on the batch alone (and,
+    with ``kl_target``, on the coefficient it has steered to).
 
     Args:
         aggregation: ``episode``, ``token`` or ``decision``.
@@ -35,10 +35,11 @@ class GroupAdvantage(Transform):
             of a decision (sum over its played tokens); 0 is off.
         kl_estimator: ``k1``, ``k2`` or ``k3``.
         kl_horizon: episodes over which the coefficient can change by a fifth.
-        kl_target: steer ``kl_coef`` to this mean KL per token after each batch; ``None``
-            keeps it fixed.
-        reward_key, done_key, num_executed_key, group_key, episode_key, advantage_key,
-            loss_weight_key, log_probs_key, reference_key: names of the entries.
+        kl_target: steer ``kl_coef`` to this mean KL per token after each batch;
+            ``None`` keeps it fixed.
+        reward_key, done_key, num_executed_key, tokens_key, group_key, episode_key,
+            advantage_key, loss_weight_key, log_probs_key, reference_key: names of the
+            entries.
 
     Keys read: ``("next", "reward")`` float ``[1]``, ``"group_id"`` int64 ``[1]``;
     ``"episode_id"`` int64 ``[1]`` if there is one, otherwise episodes end where

@@ -26,8 +26,8 @@ class TokenGRPOLoss(LossModule):
     ``loss = sum_b w_b sum_{h < executed_b, a} l(r_bha, A_b)`` with the clip-higher
     surrogate ``l`` of :func:`functional.clipped_policy_loss`. The weights ``w_b``
     (``"loss_weight"``) carry the aggregation: they sum to 1 over the tokens of an
-    optimizer step, so losses, gradients and metrics of micro-batches **add up** to those
-    of the step. Tokens of actions that were never played get no gradient.
+    optimizer step, so losses, gradients and metrics of micro-batches **add up** to
+    those of the step. Tokens of actions that were never played get no gradient.
 
     Source: SimpleVLA-RL (arXiv:2509.09674), equation 8. TorchRL's ``ClipPPOLoss`` uses
     one ratio per decision, a mean over the rows it is given, and has no mask.

@@ -1,6 +1,9 @@
 """Episodes on every kind of environment: who is stepped, who sees what."""
 
 import math
+import os
+import signal
+import time
 
 import pytest
 import torch
@@ -174,6 +177,24 @@ def test_a_group_starts_bit_identically():
         assert len(members) == 4
         for key in [("observation", "image"), ("observation", "state")]:
             assert (members[key] == members[key][0]).all(), key
+
+
+def test_a_dead_worker_is_noticed_and_named():
+    env = make_workers("parallel", 2)
+    waiting = iter(requests_for([4] * 8))
+    rounds = EnvPool(env).play(RecordingPolicy(), lambda worker: next(waiting, None))
+    next(rounds)
+    processes = list(env._workers)
+    os.kill(processes[1].pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="worker 1 dead"):
+        list(rounds)
+    assert time.monotonic() - start < 20
+    with pytest.raises(RuntimeError, match="worker 1"):
+        env.close()
+    for process in processes:
+        process.join(10)
+        assert not process.is_alive(), "no process is left"
 
 
 def test_two_batch_dimensions_are_refused():

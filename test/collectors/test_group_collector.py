@@ -314,13 +314,22 @@ def test_skip_solved_passes_over_what_is_solved():
 def test_skip_solved_goes_on_when_all_it_sees_is_solved():
     """A start that is passed over must not count as one that is being played."""
     collector = make_collector(num_groups=1, skip_solved=1, max_sampling_factor=2)
-    collector.schedule = GroupSchedule((0,), 1, 0)
-    collector.solved_visits[0, 0] = 1
     collector.schedule = FirstSolved()
+    collector.solved_visits[0, 0] = 1
     batch, counts = collector.collect(CoinPolicy([0.5]))
     assert counts["groups_skipped_solved"] == 1
     assert counts["episodes_played"] >= G
     assert batch is not None
+
+
+def test_what_is_passed_over_costs_no_budget():
+    collector = make_collector(num_groups=2, skip_solved=1, max_sampling_factor=1)
+    collector.schedule = FirstSolved()
+    collector.solved_visits[0, 0] = 1
+    _, counts = collector.collect(CoinPolicy([0.0]))
+    assert counts["groups_skipped_solved"] == 1
+    assert counts["groups_all_failure"] == 2
+    assert collector.position == 3
 
 
 class FirstSolved:

@@ -147,6 +147,10 @@ def test_a_masked_member_is_frozen():
     td = act(env, td, target(td))
     assert td["success"].flatten().tolist() == [False, True], "so does its streak"
     assert td["reward"].flatten().tolist() == [0.0, 1.0]
+    td["_step"] = torch.tensor([True, False])
+    td = act(env, td, -1.0)
+    assert td["success"].flatten().tolist() == [False, True]
+    assert td["reward"].flatten().tolist() == [0.0, 0.0], "success is paid once"
 
 
 def test_the_picture_shows_hand_and_target():

@@ -75,6 +75,16 @@ def test_the_interval_is_open():
     assert u.max() <= largest
     assert torch.isfinite(-(-u.log()).log()).all()
 
+    # Odd multiples of 2**-24: neither end can be hit, however many are drawn.
+    assert (u.double() * 2**24 % 2 == 1).all()
+
+
+def test_no_seed_is_another_one_shifted():
+    """Seeds that differ by the counter's stride would share numbers if unmixed."""
+    stride = 0x9E3779B97F4A7C15 - 2**64
+    u = uniform(torch.tensor([5, 5 + stride]), 100)
+    assert not (u[1, :-1] == u[0, 1:]).any()
+
 
 def test_derive_seed():
     seeds = {

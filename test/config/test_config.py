@@ -262,6 +262,9 @@ def test_one_clear_error_has_no_traceback():
         with pytest.raises(SystemExit) as stop, load.one_clear_error():
             raise error
         assert str(stop.value) == "error: a\n       b"
+    with pytest.raises(SystemExit) as stop, load.one_clear_error():
+        raise KeyboardInterrupt
+    assert stop.value.code == 130
     with pytest.raises(RuntimeError), load.one_clear_error():
         raise RuntimeError("a bug keeps its traceback")
 

@@ -87,8 +87,13 @@ def check_command_line(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def one_clear_error() -> Iterator[None]:
-    """End the program with the text of a user's error, without a traceback."""
+    """End the program with the text of a user's error, without a traceback.
+
+    Ctrl-C ends it with 130, as a shell does; the recorder has said how to go on.
+    """
     try:
         yield
     except (ValueError, ModuleNotFoundError) as error:
         sys.exit(f"error: {error}".replace("\n", "\n       "))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,6 +1,13 @@
 """Environments with TorchRL's vision-language-action schema, and their transforms."""
 
+from torchrl_vla.envs.libero import LiberoEnv, make_libero_envs
 from torchrl_vla.envs.toy import ToyTaskEnv
 from torchrl_vla.envs.transforms import ActionTokensTransform, MultiAction
 
-__all__ = ["ActionTokensTransform", "MultiAction", "ToyTaskEnv"]
+__all__ = [
+    "ActionTokensTransform",
+    "LiberoEnv",
+    "MultiAction",
+    "ToyTaskEnv",
+    "make_libero_envs",
+]

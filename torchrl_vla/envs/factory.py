@@ -10,6 +10,7 @@ from torchrl.envs.transforms import Transform
 from torchrl_vla.config.schema import EnvConfig
 from torchrl_vla.data import keys
 from torchrl_vla.data.action_codec import ActionCodec
+from torchrl_vla.envs.libero import make_libero_envs, tasks
 from torchrl_vla.envs.toy import ToyTaskEnv
 from torchrl_vla.envs.transforms import ActionTokensTransform, MultiAction
 
@@ -70,8 +71,6 @@ def make_env(
             seed=seed,
         )
         return wrap(toy)
-    from torchrl_vla.envs.libero import make_libero_envs
-
     return make_libero_envs(
         cfg.num_workers,
         task_suite=cfg.task_suite,
@@ -103,8 +102,6 @@ def task_ids(cfg: EnvConfig) -> list[int]:
     """
     if cfg.name == "toy":
         return [0]
-    from torchrl_vla.envs.libero import tasks
-
     num_tasks = tasks.num_tasks(cfg.task_suite)
     chosen = cfg.task_ids or list(range(num_tasks))
     if wrong := [task for task in chosen if task >= num_tasks]:

@@ -240,8 +240,8 @@ def test_hopeless_run_ends_by_patience(recipe, tmp_path, capsys):
 
 def test_solved_run_ends_by_patience(recipe, tmp_path, monkeypatch):
     # A policy that reads the target off the state and never fails.
-    def oracle(cfg, sizes, *, seed):
-        policy = make_policy(cfg, sizes, seed=seed)
+    def oracle(cfg, sizes, *, seed, device):
+        policy = make_policy(cfg, sizes, seed=seed, device=device)
         bins = torch.linspace(-1, 1, cfg.num_bins)
 
         def action_logits(td):

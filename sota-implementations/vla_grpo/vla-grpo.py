@@ -1,7 +1,7 @@
 """Reinforcement fine-tuning of a vision-language-action policy with GRPO.
 
     python vla-grpo.py                              # the toy task, a minute on a laptop
-    python vla-grpo.py +experiment=libero_smoke     # the same loop on real LIBERO
+    python vla-grpo.py +experiment=libero_smoke     # the same on real LIBERO
     python vla-grpo.py --help                       # options; --cfg job prints them
 
 One iteration: play groups of episodes from shared starts until enough of them have both
@@ -9,13 +9,13 @@ successes and failures, give every episode its advantage over its group, take a 
 clipped policy-gradient steps. The method is SimpleVLA-RL's (arXiv:2509.09674).
 
 On purpose different from the paper: the groups of a batch are the first mixed ones in
-the schedule's order rather than the first to finish, so short episodes are not favoured;
-training starts can be disjoint from evaluation starts; behaviour log-probs are those of
-the rollout by default (the measured deviation of the ratio from 1 is a metric).
+the schedule's order rather than the first to finish, so short episodes are not
+favoured; training starts can be disjoint from evaluation starts; behaviour log-probs
+are those of the rollout by default (the ratio's measured deviation from 1 is a metric).
 """
 
 import sys
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict
 
 import hydra
@@ -25,7 +25,12 @@ from torchrl_vla.collectors import EnvPool, GroupCollector
 from torchrl_vla.config import Config, load
 from torchrl_vla.data.group_schedule import GroupSchedule
 from torchrl_vla.envs import factory as envs
-from torchrl_vla.modules.factory import make_codec, make_policy
+from torchrl_vla.modules.factory import (
+    TrainedWeights,
+    make_codec,
+    make_policy,
+    make_reference,
+)
 from torchrl_vla.objectives.factory import make_advantage, make_loss
 from torchrl_vla.training import Evaluator
 from torchrl_vla.training.recorder import Recorder, make_logger
@@ -39,13 +44,14 @@ def run(cfg: Config) -> dict:
     num_starts = envs.num_train_init_states(cfg.env)
     pairs = envs.evaluation_pairs(cfg.env, tasks, cfg.eval.num_init_states)
     device = choose_device(cfg.train.device)
+    codec = make_codec(cfg.policy, cfg.env.task_suite)
     folder = RunFolder(cfg.run_dir, cfg.name, cfg.resume, asdict(cfg))
     logger = make_logger(**asdict(cfg.logger), path=folder.path)
 
     with ExitStack() as stack:
-        codec = make_codec(cfg.policy)
-        env = stack.enter_context(closing(envs.make_env(cfg.env, codec, seed=cfg.seed)))
-        policy = make_policy(cfg.policy, envs.sizes(env), seed=cfg.seed).to(device)
+        env = envs.make_env(cfg.env, codec, seed=cfg.seed)
+        stack.callback(env.close, raise_if_closed=False)
+        policy = make_policy(cfg.policy, envs.sizes(env), seed=cfg.seed, device=device)
         pool = EnvPool(env)
         schedule = GroupSchedule(tasks, num_starts, cfg.seed)
         collector = GroupCollector(pool, schedule, **asdict(cfg.rollout), seed=cfg.seed)
@@ -54,12 +60,12 @@ def run(cfg: Config) -> dict:
             make_loss(policy, cfg.objective),
             cfg.update,
             behavior_log_prob=cfg.objective.behavior_log_prob,
-            with_reference=cfg.objective.kl_coef > 0,
+            reference_policy=make_reference(policy) if cfg.objective.kl_coef else None,
         )
         evaluator = Evaluator(pool, pairs, envs.protocol(cfg.env))
 
         parts = {
-            "policy": policy,
+            "policy": TrainedWeights(policy),
             "updater": updater,
             "collector": collector,
             "advantage": advantage,
@@ -82,6 +88,7 @@ def run(cfg: Config) -> dict:
                 with recorder.time("update"):
                     metrics |= updater.prepare(batch)
                     metrics |= updater.update(advantage(batch))
+                    metrics["kl_coef"] = max(advantage.kl_coef, cfg.objective.kl_coef)
             is_idle = recorder.count_empty(batch is None) >= cfg.train.patience
             is_last = is_idle or iteration == cfg.train.num_iterations
             if is_last or is_due(iteration, cfg.eval.every):

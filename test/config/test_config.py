@@ -23,7 +23,12 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 SCRIPT = ROOT / "sota-implementations" / "vla_grpo" / "vla-grpo.py"
 # What a set-up cannot know: where the weights are.
-PLACEHOLDERS = {"openvla_oft": ["policy.checkpoint=somewhere"]}
+WEIGHTS = "policy.checkpoint=somewhere"
+PLACEHOLDERS = {
+    "openvla_oft": [WEIGHTS, "env.image_transform=openvla"],
+    "libero_spatial_openvla": [WEIGHTS],
+    "openvla_tiny_smoke": [WEIGHTS],
+}
 
 
 def composed(*overrides):

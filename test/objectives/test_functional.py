@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from torchrl_vla.objectives import functional as F
 
 ATOL = {"float32": 1e-6, "float64": 1e-12}

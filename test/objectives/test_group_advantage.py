@@ -7,6 +7,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacem
 from torchrl.envs import TransformedEnv
 from torchrl.envs.custom import ToyVLAEnv
 from torchrl.objectives.llm import MCAdvantage
+
 from torchrl_vla.objectives import GroupAdvantage
 
 

@@ -1,4 +1,4 @@
-"""The loss module: masks, weights, micro-batches, and TorchRL's loss where they agree."""
+"""The loss module: masks, weights, micro-batches, and TorchRL's where they agree."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from torch.distributions import Categorical, Independent
 from torchrl.objectives import ClipPPOLoss
+
 from torchrl_vla.objectives import GroupAdvantage, TokenGRPOLoss
 from torchrl_vla.objectives.functional import loss_weights
 
@@ -161,7 +162,7 @@ def test_clip_fractions_count_where_clipping_acts(policy):
 
 
 def test_decision_ratio_equals_torchrl_clip_ppo(policy):
-    """Same semantics: one ratio per decision, everything played, mean over decisions."""
+    """Where they agree: one ratio per decision, all played, mean over decisions."""
     batch = make_batch(policy)
     batch["next", "num_executed"].fill_(H)
     tokens = torch.full((12,), H * A)
@@ -223,7 +224,7 @@ def test_kl_term_by_hand(policy):
 
 def test_missing_key_names_itself_and_what_writes_it(policy):
     batch = make_batch(policy).exclude("advantage")
-    with pytest.raises(KeyError, match="advantage.*GroupAdvantage"):
+    with pytest.raises(KeyError, match=r"advantage.*GroupAdvantage"):
         TokenGRPOLoss(policy)(batch)
 
 

@@ -10,9 +10,10 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_vla.config.schema import UpdateConfig
 from torchrl_vla.modules import CompactPolicy
+from torchrl_vla.modules.factory import make_reference
 from torchrl_vla.objectives import GroupAdvantage, TokenGRPOLoss
 from torchrl_vla.training import Updater
-from torchrl_vla.training.updater import choose_device, freeze_copy, make_updater
+from torchrl_vla.training.updater import choose_device, make_updater
 
 H, A, V, S = 2, 2, 5, 4
 LOG_PROBS = ("vla_action", "log_probs")
@@ -60,7 +61,7 @@ def make(policy, batch=None, loss=None, **cfg):
         TokenGRPOLoss(policy, **(loss or {})),
         UpdateConfig(**arguments),
         behavior_log_prob=behavior,
-        with_reference=with_reference,
+        reference_policy=make_reference(policy) if with_reference else None,
     )
     return updater
 
@@ -335,9 +336,9 @@ def test_metrics_are_those_of_all_steps():
     assert metrics["advantage_std"] == pytest.approx(deviation)
 
 
-def test_freeze_copy_shares_nothing():
+def test_the_reference_shares_nothing():
     policy = make_policy()
-    frozen = freeze_copy(policy)
+    frozen = make_reference(policy)
     with torch.no_grad():
         policy.head.bias += 1
     assert frozen.head.bias.abs().max() == 0

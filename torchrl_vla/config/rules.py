@@ -12,6 +12,7 @@ class ConfigError(ValueError):
 CHOICES = {
     "env.name": ("toy", "libero"),
     "env.init_states": ("sampled", "official"),
+    "env.image_transform": ("none", "openvla"),
     "policy.name": ("compact", "openvla_oft"),
     "policy.dtype": ("float32", "bfloat16"),
     "rollout.selection": ("first", "uniform", "balanced"),
@@ -213,5 +214,10 @@ def _policy_relations(cfg: Config) -> Iterator[str]:
         yield f"policy.top_k={policy.top_k}: at most num_bins={policy.num_bins}"
     if policy.name == "openvla_oft" and policy.checkpoint is None:
         yield "policy.checkpoint is not set: openvla_oft needs a folder or a hub id"
+    if policy.name == "openvla_oft" and env.image_transform != "openvla":
+        yield (
+            f"env.image_transform={env.image_transform}: openvla_oft was trained on "
+            "images that are prepared; set env.image_transform=openvla"
+        )
     if policy.name == "openvla_oft" and env.name == "toy":
         yield "policy.name=openvla_oft: needs a robot simulator; use env=libero"

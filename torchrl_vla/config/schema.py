@@ -29,6 +29,8 @@ class EnvConfig:
     """LIBERO only: rendered width and height in px."""
     settle_steps: int = 10
     """LIBERO only: env steps without motion after a reset (OpenVLA's evaluation)."""
+    image_transform: str = "none"
+    """LIBERO only: done to images: ``none`` or ``openvla`` (JPEG, 224 px, crop)."""
     render_gpu_device_id: int | None = None
     """LIBERO only: EGL device for rendering; None takes the default."""
     success_tol: float = 0.35
@@ -61,6 +63,10 @@ class PolicyConfig:
     """openvla_oft only: ``float32`` or ``bfloat16``."""
     unnorm_key: str | None = None
     """openvla_oft only: key of the action statistics; None derives it from suite."""
+    statistics_folder: str | None = None
+    """openvla_oft only: where dataset_statistics.json is; None is the checkpoint."""
+    min_window_mass: float = 0.5
+    """openvla_oft only: heads that give the action window less are refused."""
     lora_rank: int = 0
     """openvla_oft only: rank of the adapters (32 is usual); 0 trains everything."""
     gradient_checkpointing: bool = False

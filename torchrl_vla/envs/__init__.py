@@ -2,12 +2,17 @@
 
 from torchrl_vla.envs.libero import LiberoEnv, make_libero_envs
 from torchrl_vla.envs.toy import ToyTaskEnv
-from torchrl_vla.envs.transforms import ActionTokensTransform, MultiAction
+from torchrl_vla.envs.transforms import (
+    ActionTokensTransform,
+    MultiAction,
+    OpenVLAImageTransform,
+)
 
 __all__ = [
     "ActionTokensTransform",
     "LiberoEnv",
     "MultiAction",
+    "OpenVLAImageTransform",
     "ToyTaskEnv",
     "make_libero_envs",
 ]

@@ -12,7 +12,11 @@ from torchrl_vla.data import keys
 from torchrl_vla.data.action_codec import ActionCodec
 from torchrl_vla.envs.libero import make_libero_envs, tasks
 from torchrl_vla.envs.toy import ToyTaskEnv
-from torchrl_vla.envs.transforms import ActionTokensTransform, MultiAction
+from torchrl_vla.envs.transforms import (
+    ActionTokensTransform,
+    MultiAction,
+    OpenVLAImageTransform,
+)
 
 NUM_OFFICIAL = 50
 """Official initial states of a LIBERO task."""
@@ -43,7 +47,6 @@ def make_env(
     codec: ActionCodec,
     *,
     seed: int = 0,
-    make_observation_transforms: MakeTransforms | None = None,
 ) -> EnvBase:
     """An environment that takes tokens, for :class:`EnvPool`.
 
@@ -51,7 +54,6 @@ def make_env(
         cfg: the section ``env`` of the options.
         codec: what the policy's tokens mean.
         seed: names the initial states of the toy and the sampled ones of LIBERO.
-        make_observation_transforms: called in each worker.
 
     Raises:
         ModuleNotFoundError: when the simulator's extra is not installed.
@@ -60,7 +62,7 @@ def make_env(
         play_chunks,
         chunk_size=cfg.chunk_size,
         codec=codec,
-        make_observation_transforms=make_observation_transforms,
+        make_observation_transforms=partial(image_transforms, cfg),
     )
     if cfg.name == "toy":
         toy = ToyTaskEnv(
@@ -79,6 +81,14 @@ def make_env(
         **libero_arguments(cfg),
         seed=seed,
     )
+
+
+def image_transforms(cfg: EnvConfig) -> list[Transform]:
+    """What is done to the images of a decision, in the worker."""
+    if cfg.image_transform == "none":
+        return []
+    cameras = cfg.cameras or ["image"]
+    return [OpenVLAImageTransform([("observation", camera) for camera in cameras])]
 
 
 def libero_arguments(cfg: EnvConfig) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Optimizer steps over whole episodes, in micro-batches of decisions."""
 
-import copy
 from typing import Any
 
 import torch
@@ -210,7 +209,7 @@ def make_updater(
     cfg: UpdateConfig,
     *,
     behavior_log_prob: str = "rollout",
-    with_reference: bool = False,
+    reference_policy: nn.Module | None = None,
 ) -> Updater:
     """An updater with AdamW: linear warm-up, then a constant rate.
 
@@ -218,7 +217,7 @@ def make_updater(
         loss_module: with the policy that is trained.
         cfg: the section ``update`` of the options.
         behavior_log_prob: ``rollout`` or ``recompute``.
-        with_reference: keep a frozen copy of the policy for the KL.
+        reference_policy: frozen policy for the KL, or ``None``.
     """
     policy = loss_module.actor_network
     optimizer = AdamW(
@@ -239,13 +238,8 @@ def make_updater(
         micro_batch_size=cfg.micro_batch_size,
         max_grad_norm=cfg.max_grad_norm,
         behavior_log_prob=behavior_log_prob,
-        reference_policy=freeze_copy(policy) if with_reference else None,
+        reference_policy=reference_policy,
     )
-
-
-def freeze_copy(policy: nn.Module) -> nn.Module:
-    """A copy that is not trained: the reference of the KL."""
-    return copy.deepcopy(policy).requires_grad_(False).eval()
 
 
 def choose_device(name: str) -> torch.device:

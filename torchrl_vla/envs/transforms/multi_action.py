@@ -15,8 +15,8 @@ class MultiAction(Transform):
     """Execute the ``H`` actions of a chunk, until the episode ends.
 
     One step of the transformed environment is one decision: ``("next", "reward")`` is
-    the **sum** of the rewards of the env steps played, ``("next", "num_executed")`` their
-    number, and everything else under ``"next"`` is what the last played step returned.
+    the **sum** of the rewards of the env steps played, ``("next", "num_executed")``
+    their number, and everything else under ``"next"`` what the last step returned.
     Success in the middle of a chunk keeps its reward, ends the episode, and no later
     action is played. In a batch of environments each member stops by itself; the others
     go on.
@@ -85,9 +85,9 @@ class MultiAction(Transform):
         chunk_BHA = tensordict.get(self.chunk_key, None)
         if chunk_BHA is None:
             raise KeyError(
-                f"MultiAction reads a chunk from {self.chunk_key!r}; there is none among "
-                f"{sorted(map(str, tensordict.keys(True, True)))}. Write it there, or "
-                "pass chunk_key."
+                f"MultiAction reads a chunk from {self.chunk_key!r}; there is none "
+                f"among {sorted(map(str, tensordict.keys(True, True)))}. Write it "
+                "there, or pass chunk_key."
             )
         action_spec = self.parent.full_action_spec[self.action_key]
         expected = (*tensordict.shape, self.num_actions, action_spec.shape[-1])

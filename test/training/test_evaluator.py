@@ -158,5 +158,5 @@ def test_the_protocol_names_the_conditions():
     protocol = evaluator.protocol
     assert protocol["decoding"] == "greedy"
     assert protocol["max_episode_steps"] == 24
-    assert protocol["pairs"] == {"0": [0, 1], "2": [5]}
+    assert protocol["pairs"] == {"0": "0-1", "2": "5"}
     assert protocol["versions"]["torch"] == torch.__version__

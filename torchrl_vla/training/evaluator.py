@@ -88,13 +88,13 @@ class Evaluator:
             raise ValueError(f"{len(pairs)} pairs: give at least one, each once")
         self.pool = pool
         self.pairs = list(pairs)
-        starts: dict[str, list[int]] = {}
+        starts: dict[int, list[int]] = {}
         for task, start in pairs:
-            starts.setdefault(str(task), []).append(start)
+            starts.setdefault(task, []).append(start)
         self.protocol = {
             "decoding": "greedy",
             **(protocol or {}),
-            "pairs": starts,
+            "pairs": {str(task): _ranges(starts[task]) for task in sorted(starts)},
             "versions": versions(),
         }
 
@@ -142,3 +142,14 @@ def _frame(observation: TensorDictBase) -> np.ndarray:
     if pixels is None:
         pixels = observation[keys.IMAGE].permute(1, 2, 0)
     return pixels.cpu().numpy()
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers in short: ``[0, 1, 2, 5]`` is ``"0-2,5"``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,26 @@ from torchrl.envs import EnvBase, ParallelEnv
 from torchrl_vla.envs.libero.env import LiberoEnv
 
 _PR_SET_PDEATHSIG = 1
+
+
+class LiberoWorkers(ParallelEnv):
+    """A ``ParallelEnv`` that can be closed after a worker has died."""
+
+    def _shutdown_workers(self) -> None:
+        # ParallelEnv sends "close" through the pipe that broke, and may itself have
+        # closed the objects of processes that it found dead.
+        open_ones = [worker for worker in self._workers if not _is_closed(worker)]
+        alive = [worker for worker in open_ones if worker.is_alive()]
+        if len(alive) == len(self._workers):
+            super()._shutdown_workers()
+            return
+        self._terminate_and_join_workers(open_ones, timeout=2.0)
+        for channel in self.parent_channels:
+            channel.close()
+
+
+def _is_closed(process: Any) -> bool:
+    return getattr(process, "_closed", False)
 
 
 def make_libero_envs(
@@ -26,23 +47,36 @@ def make_libero_envs(
 
     One callable serves all workers and each reports its own specs, so ``W`` workers
     construct ``W`` environments and no further one. ``torchrl.envs.LiberoEnv`` with
-    ``num_workers`` builds a callable per worker, and its shared-memory mode keeps the
-    main process busy while it waits.
+    ``num_workers`` builds a callable per worker. Data goes through pipes: in
+    shared-memory mode a ``ParallelEnv`` keeps a core busy while it waits.
 
     Args:
-        num_workers: processes; 1 needs no subprocess.
+        num_workers: W, processes; 1 needs no subprocess.
         worker_kwargs: arguments of :class:`LiberoEnv` for each worker (task,
             instruction, initial state, seed, render device); they win over ``shared``.
         wrap: called in each worker on its environment, to append transforms.
-        shared: arguments of :class:`LiberoEnv` that all workers have.
+        shared: arguments of :class:`LiberoEnv` that all workers have. ``num_threads``
+            is the worker's share of the cores unless given.
 
     Returns:
-        A ``ParallelEnv`` with batch size ``[num_workers]``, or a single environment.
+        A ``ParallelEnv`` with batch size ``[W]`` (``[W, G]`` with ``num_envs=G``), or
+        a single environment.
 
-    Workers end with the main process, however it ends, and leave Ctrl-C to it.
+    Workers end with the main process, however it ends, and leave Ctrl-C to it. They end
+    with the thread that started them too: start them from one that stays.
 
     Raises:
         ValueError: for ``num_workers < 1`` or another number of ``worker_kwargs``.
+
+    Example:
+        >>> env = make_libero_envs(
+        ...     2,
+        ...     task_suite="libero_spatial",
+        ...     worker_kwargs=[{"task_id": 0}, {"task_id": 1}],
+        ... )  # doctest: +SKIP
+        >>> each = [{"init_state_id": 3}, {"init_state_id": 4}]  # doctest: +SKIP
+        >>> env.reset(list_of_kwargs=each)["task_id"].tolist()  # doctest: +SKIP
+        [[0], [1]]
     """
     if num_workers < 1:
         raise ValueError(f"num_workers is {num_workers}; it must be >= 1")
@@ -52,14 +86,14 @@ def make_libero_envs(
             f"there are {len(each)} worker_kwargs for {num_workers} workers; give one "
             "mapping per worker"
         )
-    arguments = [{**shared, **own} for own in each]
     if num_workers == 1:
-        return _make(wrap=wrap, **arguments[0])
-    parent = os.getpid()
-    return ParallelEnv(
+        return _make(wrap, **{**shared, **each[0]})
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
+    arguments = [{"num_threads": num_threads, **shared, **own} for own in each]
+    return LiberoWorkers(
         num_workers,
-        _make_in_worker,
-        create_env_kwargs=[{"parent": parent, "wrap": wrap, **a} for a in arguments],
+        partial(_make_in_worker, os.getpid(), wrap),
+        create_env_kwargs=arguments,
         use_buffers=False,
         metadata_from_workers=True,
         num_sub_threads=1,
@@ -72,11 +106,18 @@ def _make(wrap: Callable[[EnvBase], EnvBase] | None, **arguments: Any) -> EnvBas
     return env if wrap is None else wrap(env)
 
 
-def _make_in_worker(parent: int, **arguments: Any) -> EnvBase:
+def _make_in_worker(
+    parent: int,
+    wrap: Callable[[EnvBase], EnvBase] | None,
+    num_threads: int,
+    **arguments: Any,
+) -> EnvBase:
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    return _make(**arguments)
+    # Of Mesa's rasteriser, which otherwise takes a thread per core in every worker.
+    os.environ.setdefault("LP_NUM_THREADS", str(num_threads))
+    return _make(wrap, num_threads=num_threads, **arguments)
 
 
 def end_with_parent(parent: int) -> None:

@@ -1,6 +1,9 @@
 """Play a stream of episodes on whatever environments there are, in lockstep."""
 
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import connection
 from typing import NamedTuple
 
 import torch
@@ -66,6 +69,7 @@ class EnvPool:
         base = env
         while isinstance(base, TransformedEnv):
             base = base.base_env
+        self._base = base
         self._has_workers = isinstance(base, BatchedEnvBase)
         self.num_workers = self.num_slots if self._has_workers else 1
 
@@ -87,6 +91,9 @@ class EnvPool:
             ``"decision_id"``, ``"sampling_seed"`` and ``"episode_return"`` float32
             ``[1]`` up to and including this decision. Closing the iterator abandons the
             episodes that are not done.
+
+        Raises:
+            ChildProcessError: when a worker process has ended; it names the worker.
         """
         slots = _Slots(self.num_slots)
         observation = None
@@ -125,7 +132,8 @@ class EnvPool:
             request["_reset"] = mask.unsqueeze(-1)
         if not self.env.batch_dims:
             request = request.squeeze(0)
-        return self.env.reset(request, **kwargs).reshape(self.num_slots)
+        with self._naming_ended_workers():
+            return self.env.reset(request, **kwargs).reshape(self.num_slots)
 
     def _round(self, policy, slots, observation):
         busy = slots.busy
@@ -143,12 +151,41 @@ class EnvPool:
             step["_step"] = busy
         if not self.env.batch_dims:
             step = step.squeeze(0)
-        after = self.env.step(step)["next"].reshape(self.num_slots)
+        with self._naming_ended_workers():
+            after = self.env.step(step)["next"].reshape(self.num_slots)
 
         acting["next"] = after[rows]
         slots.advance(rows, acting[keys.REWARD], acting[keys.DONE])
         acting["episode_return"] = slots.returns[rows]
         return acting, after.exclude("reward")
+
+    @contextmanager
+    def _naming_ended_workers(self) -> Iterator[None]:
+        """Say which worker broke the pipe that an error is about, and how it ended."""
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            if not (ended := self._ended_workers()):
+                raise
+            raise ChildProcessError("; ".join(ended)) from error
+
+    def _ended_workers(self) -> list[str]:
+        processes = getattr(self._base, "_workers", [])
+        # A pipe breaks a moment before its process can be asked for its exit code.
+        connection.wait([process.sentinel for process in processes], timeout=5)
+        return [
+            f"worker {number} (process {process.pid}) ended {_how(process.exitcode)}"
+            for number, process in enumerate(processes)
+            if not process.is_alive()
+        ]
+
+
+def _how(exit_code: int) -> str:
+    if exit_code == -signal.SIGKILL:
+        return "with SIGKILL, as when memory runs out; fewer workers need less"
+    if exit_code < 0:
+        return f"with {signal.Signals(-exit_code).name}"
+    return f"with exit code {exit_code}; its own error is above"
 
 
 class _Slots:

@@ -93,7 +93,7 @@ def one_clear_error() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, ModuleNotFoundError) as error:
+    except (ValueError, ModuleNotFoundError, ChildProcessError) as error:
         sys.exit(f"error: {error}".replace("\n", "\n       "))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+# Small tensors: more threads only wait for each other, above all on busy cores.
+torch.set_num_threads(1)
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = Path(__file__).parent / "goldens"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
@@ -59,6 +60,7 @@ def run(raw: DictConfig | dict, given: Sequence[str]) -> dict[str, Any]:
     tasks = envs.task_ids(cfg.env)
     pairs = envs.evaluation_pairs(cfg.env, tasks, cfg.eval.num_init_states)
     device = choose_device(cfg.train.device)
+    torch.set_num_threads(cfg.train.num_threads)
     # The policy keeps the action statistics of the suite that it was trained on.
     codec = make_codec(cfg.policy, task_suite)
 

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 
 import hydra
+import torch
 from omegaconf import DictConfig
 
 from torchrl_vla.collectors import EnvPool, GroupCollector
@@ -44,6 +45,7 @@ def run(cfg: Config) -> dict:
     num_starts = envs.num_train_init_states(cfg.env)
     pairs = envs.evaluation_pairs(cfg.env, tasks, cfg.eval.num_init_states)
     device = choose_device(cfg.train.device)
+    torch.set_num_threads(cfg.train.num_threads)
     codec = make_codec(cfg.policy, cfg.env.task_suite)
     folder = RunFolder(cfg.run_dir, cfg.name, cfg.resume, asdict(cfg))
     logger = make_logger(**asdict(cfg.logger), path=folder.path)

@@ -49,6 +49,7 @@ AT_LEAST = {
     "update.micro_batch_size": 1,
     "train.num_iterations": 0,
     "train.patience": 1,
+    "train.num_threads": 1,
     "eval.every": 0,
     "eval.num_init_states": 1,
     "eval.num_videos": 0,

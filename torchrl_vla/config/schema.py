@@ -157,6 +157,8 @@ class TrainConfig:
     """End after this many iterations in a row without a mixed group."""
     device: str = "auto"
     """Device of the policy: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ..."""
+    num_threads: int = 1
+    """torch's CPU threads; more make small policies slower, much so on busy cores."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 
 import pytest
-from conftest import ROOT, load_script
+from recipe_scripts import ROOT, load_script
 
 from torchrl_vla.config import ConfigError
 from torchrl_vla.config.load import load_config
@@ -91,7 +91,7 @@ def test_a_named_checkpoint_of_another_moment(script, trained):
 def test_what_is_played_can_change_but_not_the_run(script, trained):
     folder, _ = trained
     found = evaluate(script, folder, eval__num_init_states=5)
-    assert found["protocol"]["pairs"] == {"0": [0, 1, 2, 3, 4]}
+    assert found["protocol"]["pairs"] == {"0": "0-4"}
     before = (folder / "evaluation" / "evaluation.json").read_bytes()
     for name, value in {"policy__num_bins": 7, "env__chunk_size": 2, "seed": 1}.items():
         with pytest.raises(ConfigError, match=r"fixed by the checkpoint.*eval"):

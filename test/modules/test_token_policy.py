@@ -193,3 +193,10 @@ def test_gradients_reach_the_weights_through_get_dist():
 def test_bad_arguments(kwargs, message):
     with pytest.raises(ValueError, match=message):
         LinearPolicy(**kwargs)
+
+
+def test_logits_that_are_not_finite_end_the_rollout():
+    policy, rows = LinearPolicy(), make_rows(3)
+    policy.linear.bias.data[0] = torch.nan
+    with pytest.raises(FloatingPointError, match="not finite"):
+        sample(policy, rows)

@@ -368,3 +368,15 @@ def test_choose_device():
     for name in ("cuda:99", "nonsense"):
         with pytest.raises(ValueError, match=f"train.device={name} is not available"):
             choose_device(name)
+
+
+def test_a_gradient_that_is_not_finite_is_not_applied():
+    policy = make_policy()
+    batch = make_batch(policy)
+    updater = make(policy, lr=1e-2)
+    batch = GroupAdvantage()(batch)
+    batch["advantage"][0] = torch.nan
+    before = weights(policy).clone()
+    with pytest.raises(FloatingPointError, match="step 1 is not finite"):
+        updater.update(batch)
+    assert torch.equal(weights(policy), before)

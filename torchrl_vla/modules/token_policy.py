@@ -46,6 +46,7 @@ class TokenPolicy(TensorDictModuleBase):
 
     Raises:
         ValueError: for a temperature, ``top_k`` or ``micro_batch_size`` out of range.
+        FloatingPointError: when acting on logits that are not finite.
     """
 
     def __init__(
@@ -113,7 +114,13 @@ class TokenPolicy(TensorDictModuleBase):
             tokens_BHA = self._sample(dist.logits, rows.get(keys.SAMPLING_SEED, None))
         else:
             tokens_BHA = dist.logits.argmax(-1)
-        return tokens_BHA, dist.log_prob(tokens_BHA)
+        log_prob_BHA = dist.log_prob(tokens_BHA)
+        if not log_prob_BHA.isfinite().all():
+            raise FloatingPointError(
+                "the policy's logits are not finite; look at the last update's "
+                "grad_norm and ratio_max, lower update.lr, and go on from a checkpoint"
+            )
+        return tokens_BHA, log_prob_BHA
 
     def _sample(
         self, logits_BHAV: torch.Tensor, seed_B1: torch.Tensor | None

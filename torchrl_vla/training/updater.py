@@ -119,6 +119,9 @@ class Updater:
         Returns:
             Metrics, averaged over the optimizer steps (extremes: over all), and
             ``optimizer_steps``.
+
+        Raises:
+            FloatingPointError: for a gradient that is not finite, before the step.
         """
         # Dropout off: a ratio between different dropout masks is noise.
         self.policy.eval()
@@ -178,6 +181,13 @@ class Updater:
         parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
         grad_norm = nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
         learning_rate = self.optimizer.param_groups[0]["lr"]
+        if not grad_norm.isfinite():
+            raise FloatingPointError(
+                f"the gradient of optimizer step {self.num_optimizer_steps + 1} is not "
+                f"finite (ratios {float(totals['ratio_min']):.3g} to "
+                f"{float(totals['ratio_max']):.3g}); the step was not taken. Lower "
+                "update.lr or update.max_grad_norm and go on from the last checkpoint"
+            )
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()

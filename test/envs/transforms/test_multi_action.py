@@ -247,4 +247,17 @@ def test_bad_input():
     td[CHUNK] = torch.zeros(3, 2)
     with pytest.raises(ValueError, match=r"shape \(3, 2\).*\(4, 2\)"):
         env.step(td)
+    td[CHUNK] = torch.zeros(4, 2)
+    td[CHUNK][3, 1] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        env.step(td)
     assert env.base_env.actions == [], "nothing was stepped"
+
+
+def test_values_of_members_that_do_not_step_are_not_looked_at():
+    env = make_env(num_actions=4, batch_size=(2,))
+    td = env.reset()
+    td[CHUNK] = torch.zeros(2, 4, 2)
+    td[CHUNK][1] = torch.nan
+    td["_step"] = torch.tensor([True, False])
+    assert env.step(td)["next", "num_executed"].flatten().tolist() == [4, 0]

@@ -41,8 +41,8 @@ class MultiAction(Transform):
     ``[*B, 1]`` in 0..H.
 
     Raises:
-        ValueError: for ``num_actions < 1``, or a chunk of another shape, before
-            anything is stepped.
+        ValueError: for ``num_actions < 1``, or a chunk that has another shape or values
+            that are not finite, before anything is stepped.
         KeyError: when there is no chunk.
 
     Example:
@@ -96,11 +96,25 @@ class MultiAction(Transform):
                 f"the chunk at {self.chunk_key!r} has shape {tuple(chunk_BHA.shape)}; "
                 f"expected is [*batch, num_actions, action_dim] = {expected}"
             )
+        self._check_finite(chunk_BHA, tensordict.get("_step", None))
         # The chunk rides along under a private name: the action may overwrite it.
         tensordict.set("_chunk", chunk_BHA)
         tensordict.set(self.action_key, chunk_BHA.select(tensordict.ndim, 0))
         self._skip_observation(self.num_actions > 1)
         return tensordict
+
+    def _check_finite(
+        self, chunk_BHA: torch.Tensor, playing: torch.Tensor | None
+    ) -> None:
+        finite_B = chunk_BHA.isfinite().all(-1).all(-1)
+        if playing is not None:
+            finite_B = finite_B | ~playing.reshape(finite_B.shape)
+        if not finite_B.all():
+            raise ValueError(
+                f"the chunk at {self.chunk_key!r} has values that are not finite (of "
+                f"members {(~finite_B).nonzero().tolist()}); look at the policy's "
+                "logits and the action statistics. Nothing was stepped."
+            )
 
     def _step(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase

@@ -27,7 +27,6 @@ import numpy as np
 from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from robosuite.utils.transform_utils import axisangle2quat, quat2mat
 
 # Named symbols, unlike addresses, let numba keep what it compiled between processes.
 _LIBRARY = ctypes.CDLL(
@@ -289,7 +288,10 @@ class ArmController:
     """
 
     def __init__(self, robot: Any, model: mujoco.MjModel, data: mujoco.MjData) -> None:
+        from robosuite.utils import transform_utils
+
         self._callback = _install()
+        self._helpers = transform_utils
         self._scale = robot.controller.scale_action
         self._data = data
         self._block = np.zeros(1, dtype=CONTROLLER)
@@ -339,7 +341,8 @@ class ArmController:
         c.rotates = bool(delta[3:].any())
         if c.rotates:
             # robosuite's own helpers, as they round to float32.
-            c.delta_rotation = quat2mat(axisangle2quat(delta[3:]))
+            quaternion = self._helpers.axisangle2quat(delta[3:])
+            c.delta_rotation = self._helpers.quat2mat(quaternion)
         c.grip = np.sign(action[6])
         c.is_new_goal = 1
 

@@ -1,5 +1,6 @@
 """LIBERO environments side by side, each with its own arguments."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -25,7 +26,10 @@ class LiberoWorkers(ParallelEnv):
         open_ones = [worker for worker in self._workers if not _is_closed(worker)]
         alive = [worker for worker in open_ones if worker.is_alive()]
         if len(alive) == len(self._workers):
-            super()._shutdown_workers()
+            # One may be dying just now: its pipe is broken and it is not reaped yet.
+            # ParallelEnv ends all processes on the way out of that error.
+            with contextlib.suppress(OSError):
+                super()._shutdown_workers()
             return
         self._terminate_and_join_workers(open_ones, timeout=2.0)
         for channel in self.parent_channels:

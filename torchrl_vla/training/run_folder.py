@@ -16,6 +16,7 @@ MAY_DIFFER = frozenset(
         "name",
         "train.num_iterations",
         "train.device",
+        "train.num_threads",
         "eval",
         "checkpoint",
         "logger",

@@ -105,11 +105,3 @@ def save_tiny_checkpoint(folder: str | Path, *, seed: int = 0, **options: Any) -
     (folder / FILE).write_text(json.dumps(statistics, indent=2) + "\n")
     tiny_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
-
-
-if __name__ == "__main__":
-    import sys
-
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m torchrl_vla.modules.openvla_oft.tiny FOLDER")
-    print(save_tiny_checkpoint(sys.argv[1]))

@@ -83,8 +83,16 @@ def test_gradient_checkpointing_is_passed_on(tiny):
 def test_openvla_codec_takes_the_statistics_of_the_suite(tiny):
     codec = make_codec(openvla(tiny), "libero_spatial")
     assert codec.num_bins == 256
-    with pytest.raises(KeyError, match="libero_spatial_no_noops"):
+    with pytest.raises(ValueError, match=r"policy.checkpoint.*libero_spatial_no_noops"):
         make_codec(openvla(tiny, unnorm_key="bridge"), "libero_spatial")
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path):
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match=r"policy\.checkpoint="):
+        make_codec(openvla(str(tmp_path / "nowhere")), "libero_spatial")
+    with pytest.raises(ValueError, match=r"policy\.checkpoint="):
+        make_policy(openvla(str(tmp_path)), SIZES, seed=0, device=CPU)
 
 
 class TestLoRA:

@@ -17,6 +17,9 @@ from torchrl_vla.config.schema import Config
 
 GROUPS = ("env", "policy", "logger", "experiment")
 
+# What a user can mend; anything else is a bug and keeps its traceback.
+USER_ERRORS = (ValueError, ModuleNotFoundError, ChildProcessError, FloatingPointError)
+
 ConfigStore.instance().store(name="schema", node=Config)
 
 
@@ -93,7 +96,7 @@ def one_clear_error() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, ModuleNotFoundError, ChildProcessError) as error:
+    except USER_ERRORS as error:
         sys.exit(f"error: {error}".replace("\n", "\n       "))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,6 +1,8 @@
 """The policy of a run and what belongs to it, from its section of the options."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,16 +22,29 @@ def make_codec(cfg: PolicyConfig, task_suite: str) -> ActionCodec:
     Args:
         cfg: the section ``policy`` of the options.
         task_suite: whose action statistics are taken, unless ``unnorm_key`` names some.
+
+    Raises:
+        ValueError: when the checkpoint or its statistics are not there.
     """
     if cfg.name == "compact":
         return UniformActionCodec(cfg.num_bins, low=-1.0, high=1.0)
     from torchrl_vla.modules.openvla_oft import load_action_codec
 
-    return load_action_codec(
-        cfg.checkpoint,
-        cfg.unnorm_key or task_suite,
-        statistics_folder=cfg.statistics_folder,
-    )
+    with _named_option("policy.checkpoint", cfg.checkpoint):
+        return load_action_codec(
+            cfg.checkpoint,
+            cfg.unnorm_key or task_suite,
+            statistics_folder=cfg.statistics_folder,
+        )
+
+
+@contextmanager
+def _named_option(name: str, value: object) -> Iterator[None]:
+    """Say which option led to files or entries that are missing."""
+    try:
+        yield
+    except (KeyError, FileNotFoundError) as error:
+        raise ValueError(f"{name}={value}: {error.args[0]}") from error
 
 
 def make_policy(
@@ -74,16 +89,17 @@ def _make_openvla_oft(
 ) -> TokenPolicy:
     from torchrl_vla.modules.openvla_oft import OpenVLAOFTPolicy
 
-    policy = OpenVLAOFTPolicy.from_pretrained(
-        cfg.checkpoint,
-        dtype=getattr(torch, cfg.dtype),
-        device=device,
-        chunk_size=sizes["chunk_size"],
-        action_dim=sizes["action_dim"],
-        image_keys=cameras,
-        min_window_mass=cfg.min_window_mass,
-        **sampling,
-    )
+    with _named_option("policy.checkpoint", cfg.checkpoint):
+        policy = OpenVLAOFTPolicy.from_pretrained(
+            cfg.checkpoint,
+            dtype=getattr(torch, cfg.dtype),
+            device=device,
+            chunk_size=sizes["chunk_size"],
+            action_dim=sizes["action_dim"],
+            image_keys=cameras,
+            min_window_mass=cfg.min_window_mass,
+            **sampling,
+        )
     policy.model.gradient_checkpointing = cfg.gradient_checkpointing
     if cfg.lora_rank:
         lora.add_lora(policy.model, rank=cfg.lora_rank, seed=seed)

@@ -171,8 +171,11 @@ class EnvPool:
 
     def _ended_workers(self) -> list[str]:
         processes = getattr(self._base, "_workers", [])
-        # A pipe breaks a moment before its process can be asked for its exit code.
-        connection.wait([process.sentinel for process in processes], timeout=5)
+        # A pipe breaks, and a sentinel tells, a moment before the process can be asked
+        # for its exit code.
+        ending = connection.wait([p.sentinel for p in processes], timeout=5)
+        for process in processes:
+            process.join(timeout=5 if process.sentinel in ending else 0)
         return [
             f"worker {number} (process {process.pid}) ended {_how(process.exitcode)}"
             for number, process in enumerate(processes)

@@ -105,7 +105,7 @@ def test_set_seed_does_not_move_fixtures(env):
 
 def test_the_seed_of_the_constructor_moves_fixtures(env):
     pictures = []
-    for env.seed in (0, 1, 0):
+    for env.starts.seed in (0, 1, 0):
         pictures.append(env.reset(init_state_id=0)["observation", "image"])
     assert pictures[0].equal(pictures[2])
     assert not pictures[0].equal(pictures[1])
@@ -214,7 +214,7 @@ def test_success_in_a_chunk_keeps_its_reward_and_shows_the_end(env):
 
 def test_init_state_modes(env):
     def visited(mode):
-        env.init_state_mode, env._next_id = mode, 48
+        env.starts.mode, env.starts.next_id = mode, 48
         env.set_seed(3)
         return [int(env.reset()["init_state_id"]) for _ in range(3)]
 
@@ -227,7 +227,7 @@ def test_init_state_modes(env):
         assert all(0 <= number < 50 for number in drawn)
         assert int(env.reset(init_state_id=5)["init_state_id"]) == 5
     finally:
-        env.init_state_mode, env.settle_steps = "cycle", settle
+        env.starts.mode, env.settle_steps = "cycle", settle
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,27 @@ def test_a_scripted_grasp(simulation):
     assert differences(states, COMPILED, ROBOSUITE)[:horizon].max() < 1e-9
 
 
+def test_other_controllers_are_left_to_robosuite(simulation):
+    from torchrl_vla.envs.libero.arm_controller import unsupported
+
+    robot = simulation.scene.robot
+    assert unsupported(robot) is None
+    robot.controller.impedance_mode = "variable"
+    reason = "the controller's impedance_mode is 'variable', not 'fixed'"
+    assert unsupported(robot) == reason
+    robot.controller.impedance_mode = "fixed"
+
+
+def test_physics_that_diverges_is_an_error(simulation, tmp_path, monkeypatch):
+    """MuJoCo alone would start over from its default state, with a line in a log."""
+    monkeypatch.chdir(tmp_path)  # where the log is written
+    play(simulation, [COMPILED], 1, lambda _: np.zeros(7))
+    simulation.members[COMPILED].data.qvel[:] = 1e11
+    with pytest.raises(RuntimeError, match=r"task \d+ diverged after 1 env steps"):
+        simulation.step([COMPILED], np.zeros((1, 7)))
+    play(simulation, [COMPILED], 1, lambda _: np.zeros(7))
+
+
 class Grasp:
     """A privileged controller: it reads positions from the simulator."""
 

@@ -94,7 +94,7 @@ def test_a_killed_worker_ends_the_next_step(workers):
     begin = time.monotonic()
     with pytest.raises((RuntimeError, OSError, EOFError)):
         workers.step(td)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
     workers.close(raise_if_closed=False)
     assert not any(process.is_alive() for process in processes)
 

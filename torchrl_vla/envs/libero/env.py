@@ -13,14 +13,11 @@ from torchrl.data import Bounded, Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
 from torchrl_vla.data import keys
-from torchrl_vla.data.group_schedule import FIRST_SAMPLED_INIT_STATE
-from torchrl_vla.data.random_streams import derive_seed
-from torchrl_vla.envs.libero.tasks import load_official_states, load_task
+from torchrl_vla.envs.libero.starts import Starts
+from torchrl_vla.envs.libero.tasks import load_task
 
 if TYPE_CHECKING:
     from torchrl_vla.envs.libero.simulation import Simulation
-
-INIT_STATE_MODES = ("cycle", "fixed", "random")
 
 NUM_ACTIONS = 7
 """Translation (3), rotation (3) and gripper (1), each in [-1, 1]."""
@@ -63,8 +60,9 @@ class LiberoEnv(EnvBase):
             reset by the masks ``"_step"`` and ``"_reset"``.
         num_threads: members that are stepped at once; ``None`` takes the cores that
             this process may use.
-        max_cached_tasks: compiled scenes to keep when the task changes. One takes
-            about 1.1 GB with software rendering.
+        max_cached_tasks: compiled scenes to keep when the task changes. The first one
+            takes 1.9 GB with software rendering, a further one 0.8 GB; a change to a
+            task that is not kept takes about 1.5 s.
 
     ``reset(tensordict, task_id=..., init_state_id=...)``: both optional, integers or
     tensors with one number for all members or (``init_state_id``) one each. Numbers
@@ -137,13 +135,10 @@ class LiberoEnv(EnvBase):
             },
             at_least_0={"settle_steps": settle_steps, "init_state_id": init_state_id},
         )
-        _check_modes(init_states, init_state_mode)
         super().__init__(batch_size=[] if num_envs is None else [num_envs])
         self.num_members = num_envs or 1
         self.task_suite = task_suite
         self.instruction = instruction
-        self.init_states = init_states
-        self.init_state_mode = init_state_mode
         self.cameras = {"image": camera}
         if wrist_camera is not None:
             self.cameras["wrist_image"] = wrist_camera
@@ -153,19 +148,22 @@ class LiberoEnv(EnvBase):
         self.proprio_keys = tuple(proprio_keys)
         self.max_episode_steps = max_episode_steps
         self.settle_steps = settle_steps
-        self.seed = seed
         self.render_gpu_device_id = render_gpu_device_id
         self.num_threads = num_threads or len(os.sched_getaffinity(0))
         self.max_cached_tasks = max_cached_tasks
         self.skip_observation = False
         self.num_renders = 0
-        self._next_id = init_state_id
-        self._rng = np.random.default_rng(derive_seed(seed, "libero"))
+        load_task(task_suite, task_id)  # does it exist?
+        self.starts = Starts(
+            task_suite,
+            task_id,
+            init_states=init_states,
+            mode=init_state_mode,
+            first_id=init_state_id,
+            seed=seed,
+        )
         self._compiled: OrderedDict[int, Simulation] = OrderedDict()
-        self._own_task_id = task_id
         self.simulation = self._compile(task_id)
-        if init_state_mode != "random":
-            self._initial_state(self._own_id(init_state_id))  # is it in range?
         self._make_specs()
 
     # -- starts --------------------------------------------------------------------
@@ -192,43 +190,6 @@ class LiberoEnv(EnvBase):
         )
         return self._compiled[task_id]
 
-    def _own_id(self, number: int) -> int:
-        is_sampled = isinstance(self.init_states, str) and self.init_states == "sampled"
-        return number + FIRST_SAMPLED_INIT_STATE if is_sampled else number
-
-    def _choose(self) -> int:
-        """The next initial state, by ``init_state_mode``."""
-        is_sampled = self._own_id(0) > 0
-        num_states = 2**31 if is_sampled else len(self._listed_states())
-        if self.init_state_mode == "random":
-            return self._own_id(int(self._rng.integers(num_states)))
-        number = self._next_id % num_states
-        self._next_id += self.init_state_mode == "cycle"
-        return self._own_id(number)
-
-    def _listed_states(self) -> np.ndarray:
-        number = self.simulation.task.number
-        if isinstance(self.init_states, str):
-            return load_official_states(self.task_suite, number)
-        if number != self._own_task_id:
-            raise ValueError(
-                f"init_states is an array of states of task {self._own_task_id} and "
-                f"the task is {number}; use 'official' or 'sampled' to change tasks"
-            )
-        return self.init_states
-
-    def _initial_state(self, init_state_id: int) -> np.ndarray | None:
-        if init_state_id >= FIRST_SAMPLED_INIT_STATE:
-            return None
-        states = self._listed_states()
-        if not 0 <= init_state_id < len(states):
-            raise ValueError(
-                f"init_state_id is {init_state_id}; {self.task_suite} task "
-                f"{self.simulation.task.number} has 0 to {len(states) - 1}, and "
-                f"sampled ones from {FIRST_SAMPLED_INIT_STATE} on"
-            )
-        return states[init_state_id]
-
     def _reset(
         self,
         tensordict: TensorDictBase | None = None,
@@ -243,11 +204,7 @@ class LiberoEnv(EnvBase):
         self.skip_observation = False
         for start in dict.fromkeys(starts.values()):
             alike = [member for member in members if starts[member] == start]
-            state = self._initial_state(start)
-            seed = self.seed
-            if state is None:
-                number = self.simulation.task.number
-                seed = derive_seed(seed, "libero", number, start) % 2**32
+            seed, state = self.starts.load(self.simulation.task.number, start)
             success = self.simulation.start(alike, seed, state, self.settle_steps)
             self._observe(alike[:1])
             for observation in self._observation.values():
@@ -282,13 +239,16 @@ class LiberoEnv(EnvBase):
     def _start_of_each(
         self, init_state_id: int | torch.Tensor | None, members: list[int]
     ) -> dict[int, int]:
+        task_id = self.simulation.task.number
         if init_state_id is None:
             # One start for members that reset together: they are a group.
-            return dict.fromkeys(members, self._choose()) if members else {}
+            return (
+                dict.fromkeys(members, self.starts.choose(task_id)) if members else {}
+            )
         numbers = torch.as_tensor(init_state_id).reshape(-1)
         numbers = numbers.expand(self.num_members).tolist()
         for member in members:
-            self._initial_state(numbers[member])  # refuse it before any is reset
+            self.starts.load(task_id, numbers[member])  # refuse it before any is reset
         return {member: numbers[member] for member in members}
 
     # -- steps ---------------------------------------------------------------------
@@ -402,7 +362,7 @@ class LiberoEnv(EnvBase):
         # Starts stay where they are: TorchRL gives every worker another seed, and
         # the members of a group must begin alike in all of them.
         if seed is not None:
-            self._rng = np.random.default_rng(derive_seed(seed, "libero"))
+            self.starts.seed_choice(seed)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         while self._compiled:
@@ -415,16 +375,3 @@ def _check_numbers(at_least_1: dict[str, int], at_least_0: dict[str, int]) -> No
         for name, number in numbers.items():
             if number < least:
                 raise ValueError(f"{name} is {number}; it must be >= {least}")
-
-
-def _check_modes(init_states: str | np.ndarray, init_state_mode: str) -> None:
-    if init_state_mode not in INIT_STATE_MODES:
-        raise ValueError(
-            f"init_state_mode is {init_state_mode!r}; allowed are "
-            f"{', '.join(INIT_STATE_MODES)}"
-        )
-    if isinstance(init_states, str) and init_states not in ("official", "sampled"):
-        raise ValueError(
-            f"init_states is {init_states!r}; allowed are 'official', 'sampled' or "
-            "an array"
-        )

@@ -8,7 +8,7 @@ from functools import partial
 import mujoco
 import numpy as np
 
-from torchrl_vla.envs.libero.osc import ArmController, unsupported
+from torchrl_vla.envs.libero.arm_controller import ArmController, unsupported
 from torchrl_vla.envs.libero.rendering import Renderer
 from torchrl_vla.envs.libero.scene import Scene
 from torchrl_vla.envs.libero.tasks import Task

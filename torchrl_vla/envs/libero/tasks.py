@@ -74,15 +74,17 @@ def _provide_config() -> None:
     folder = Path(tempfile.mkdtemp(prefix="libero-config-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["LIBERO_CONFIG_PATH"] = str(folder)
-    if not asks_for_paths:
-        return  # knows its own paths; an empty folder keeps stale ones away
-    paths = {
-        "benchmark_root": source,
-        "bddl_files": source / "bddl_files",
-        "init_states": source / "init_files",
-        "datasets": source.parent / "datasets",
-        "assets": source / "assets",
-    }
+    if asks_for_paths:
+        paths = {
+            "benchmark_root": source,
+            "bddl_files": source / "bddl_files",
+            "init_states": source / "init_files",
+            "datasets": source.parent / "datasets",
+            "assets": source / "assets",
+        }
+    else:
+        # It knows its own paths. Without a file TorchRL would write one that does not.
+        paths = importlib.import_module("libero.libero").get_default_path_dict()
     text = yaml.safe_dump({key: str(path) for key, path in paths.items()})
     (folder / "config.yaml").write_text(text)
 

@@ -97,9 +97,10 @@ def test_a_finished_member_is_not_stepped(group):
     group._elapsed[1] = group.max_episode_steps
     with pytest.raises(ValueError, match=r"members \[1\] have ended"):
         group._step(td.set("action", torch.zeros(G, 7)))
+    group._success[1] = True
     td["_step"] = torch.tensor([True, False, True])
     before = states(group)
-    group.step(td)
+    assert group.step(td)["next", "reward"].sum() == 0
     assert np.array_equal(before[1], states(group)[1])
     assert not np.array_equal(before[0], states(group)[0])
 

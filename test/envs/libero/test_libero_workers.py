@@ -35,6 +35,7 @@ def workers(made):
     env = make_libero_envs(
         2,
         **SHARED,
+        num_envs=2,
         wrap=partial(chunked, folder=made),
         worker_kwargs=[{"task_id": 0}, {"task_id": 1, "instruction": "do it"}],
     )
@@ -45,7 +46,7 @@ def workers(made):
 
 def chunks(seed):
     generator = np.random.default_rng(seed)
-    return torch.from_numpy(generator.uniform(-1, 1, (2, 4, 7))).float()
+    return torch.from_numpy(generator.uniform(-1, 1, (2, 2, 4, 7))).float()
 
 
 def test_two_workers_make_two_environments(workers, made):
@@ -58,10 +59,10 @@ def test_two_workers_make_two_environments(workers, made):
 
 def test_workers_have_their_own_arguments(workers):
     td = workers.reset()
-    assert td["task_id"].flatten().tolist() == [0, 1]
-    instructions = td["language_instruction"]
-    assert instructions[1] == "do it"
-    assert instructions[0] != "do it"
+    assert td["task_id"].squeeze(-1).tolist() == [[0, 0], [1, 1]]
+    instructions = [td[worker]["language_instruction"] for worker in (0, 1)]
+    assert "do it" not in str(instructions[0])
+    assert "do it" in str(instructions[1])
 
 
 def test_a_start_is_the_same_in_every_process(workers):
@@ -70,19 +71,28 @@ def test_a_start_is_the_same_in_every_process(workers):
     td["vla_action", "chunk"] = chunks(0)
     workers.step(td)
     td = workers.reset(list_of_kwargs=[{"task_id": 0, "init_state_id": 6}] * 2)
-    same = chunks(1)[:1].expand(2, 4, 7).clone()
+    same = chunks(1)[:1, :1].expand(2, 2, 4, 7).clone()
     after = workers.step(td.clone().set(("vla_action", "chunk"), same))["next"]
     for moment in (td, after):
         for key in ("image", "state"):
-            assert moment["observation", key][0].equal(moment["observation", key][1])
-    assert after["num_executed"].flatten().tolist() == [4, 4]
+            values = moment["observation", key].flatten(0, 1)
+            assert (values == values[0]).all()
+    assert (after["num_executed"] == 4).all()
 
 
-def test_a_partial_reset_goes_to_one_worker(workers):
+def test_single_members_are_stepped_and_reset(workers):
     td = workers.reset(list_of_kwargs=[{"init_state_id": 1}, {"init_state_id": 2}])
-    td["_reset"] = torch.tensor([[False], [True]])
-    td = workers.reset(td, list_of_kwargs=[{"init_state_id": 8}] * 2)
-    assert td["init_state_id"].flatten().tolist() == [1, 8]
+    td["vla_action", "chunk"] = chunks(2)
+    td["_step"] = torch.tensor([[True, False], [False, False]])
+    after = workers.step(td.clone())["next"]
+    assert after["num_executed"].squeeze(-1).tolist() == [[4, 0], [0, 0]]
+    image, before = after["observation", "image"], td["observation", "image"]
+    moved = (image != before).flatten(2).any(-1)
+    assert moved.tolist() == [[True, False], [False, False]]
+
+    after["_reset"] = torch.tensor([[[False], [False]], [[False], [True]]])
+    td = workers.reset(after, list_of_kwargs=[{"init_state_id": 8}] * 2)
+    assert td["init_state_id"].squeeze(-1).tolist() == [[1, 1], [2, 8]]
 
 
 def test_a_killed_worker_ends_the_next_step(workers):
@@ -100,30 +110,35 @@ def test_a_killed_worker_ends_the_next_step(workers):
 
 
 ORPHANS = """
-import sys, time
+import sys
 from torchrl_vla.envs.libero import make_libero_envs
 if __name__ == "__main__":
     env = make_libero_envs(2, task_suite="libero_spatial", task_id=0)
     print(*(process.pid for process in env._workers), flush=True)
-    time.sleep(600)
+    if sys.stdin.readline():
+        raise SystemExit("an error that nobody handles")
 """
 
 
-def test_killing_the_main_process_leaves_no_orphan(tmp_path):
+@pytest.mark.parametrize("end", ["killed", "with an error"])
+def test_the_end_of_the_main_process_leaves_no_orphan(tmp_path, end):
     script = tmp_path / "main.py"
     script.write_text(ORPHANS)
-    main = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
-    try:
-        pids = [int(pid) for pid in main.stdout.readline().split()]
-        assert len(pids) == 2
-        for pid in pids:  # Ctrl-C reaches the whole group; workers leave it to the main
-            os.kill(pid, signal.SIGINT)
-        time.sleep(0.5)
-        assert all(is_running(pid) for pid in pids)
-    finally:
-        main.kill()
-        main.wait()
-        main.stdout.close()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, script], **pipes) as main:
+        try:
+            pids = [int(pid) for pid in main.stdout.readline().split()]
+            assert len(pids) == 2
+            for pid in pids:  # Ctrl-C reaches all; workers leave it to the main process
+                os.kill(pid, signal.SIGINT)
+            time.sleep(0.5)
+            assert all(is_running(pid) for pid in pids)
+            if end == "killed":
+                main.kill()
+            else:
+                main.communicate("go on\n", timeout=10)
+        finally:
+            main.kill()
     deadline = time.monotonic() + 10
     while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)

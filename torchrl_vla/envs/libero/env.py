@@ -262,7 +262,12 @@ class LiberoEnv(EnvBase):
         ended = self._success | (self._elapsed >= self.max_episode_steps)
         # Nobody acts on the last picture of an episode, but videos show it.
         self._observe(m for m in members if ended[m] or not self.skip_observation)
-        return self._output()
+        out = self._output()
+        # A member that was left out keeps its last output, but earns nothing again.
+        left_out = [m for m in range(self.num_members) if m not in members]
+        if left_out:
+            out["reward"][left_out] = 0.0
+        return out
 
     def _checked(self, action: torch.Tensor, members: list[int]) -> np.ndarray:
         """Actions of the members that step, float64 ``[len(members), 7]``."""

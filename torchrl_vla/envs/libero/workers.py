@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torchrl.envs import EnvBase, ParallelEnv
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase, ParallelEnv, TransformedEnv
+from torchrl.envs.transforms import Transform
 
 from torchrl_vla.envs.libero.env import LiberoEnv
 
@@ -18,7 +20,21 @@ _PR_SET_PDEATHSIG = 1
 
 
 class LiberoWorkers(ParallelEnv):
-    """A ``ParallelEnv`` that can be closed after a worker has died."""
+    """A ``ParallelEnv`` that steps single members of its workers.
+
+    ``ParallelEnv`` takes a mask ``"_step"`` of whole workers only. With batch size
+    ``[W, G]`` the mask of the members travels beside it. Workers end with the main
+    process, and can be closed after one of them has died.
+    """
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        members = tensordict.get("_step", None)
+        if members is not None and self.batch_dims > 1:
+            members = members.reshape(self.batch_size)
+            tensordict = tensordict.exclude("_step").set("_members", members)
+            workers = members.any(dim=-1, keepdim=True)
+            tensordict["_step"] = workers.expand(self.batch_size)
+        return super()._step(tensordict).exclude("_members")
 
     def _shutdown_workers(self) -> None:
         # ParallelEnv sends "close" through the pipe that broke, and may itself have
@@ -38,6 +54,14 @@ class LiberoWorkers(ParallelEnv):
 
 def _is_closed(process: Any) -> bool:
     return getattr(process, "_closed", False)
+
+
+class _MemberMaskTransform(Transform):
+    """In a worker, the other end of :meth:`LiberoWorkers._step`."""
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        members = tensordict.pop("_members", None)
+        return tensordict if members is None else tensordict.set("_step", members)
 
 
 def make_libero_envs(
@@ -102,6 +126,7 @@ def make_libero_envs(
         metadata_from_workers=True,
         num_sub_threads=1,
         mp_start_method="spawn",
+        daemon=True,  # or an error in the main process would wait for them for ever
     )
 
 
@@ -121,7 +146,10 @@ def _make_in_worker(
     torch.set_num_threads(1)
     # Of Mesa's rasteriser, which otherwise takes a thread per core in every worker.
     os.environ.setdefault("LP_NUM_THREADS", str(num_threads))
-    return _make(wrap, num_threads=num_threads, **arguments)
+    env = _make(wrap, num_threads=num_threads, **arguments)
+    if not env.batch_size:
+        return env
+    return TransformedEnv(env, _MemberMaskTransform())
 
 
 def end_with_parent(parent: int) -> None:

@@ -299,6 +299,7 @@ def main() -> None:
     if arguments.subject:
         if not arguments.subject.endswith("workers"):
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+            torch.set_num_threads(1)
         result = SUBJECTS[arguments.subject](arguments.suite, arguments.task)
         print(json.dumps(result), flush=True)
         os._exit(0)  # what is measured includes environments nobody closes

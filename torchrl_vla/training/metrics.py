@@ -5,22 +5,13 @@ import math
 import os
 from pathlib import Path
 
+from torchrl_vla.collectors.group_collector import COUNTS
+
 METRICS = (
     "iteration",
     # collection
     "success_rate",
-    "groups_kept",
-    "groups_all_success",
-    "groups_all_failure",
-    "groups_out_of_bounds",
-    "groups_skipped_solved",
-    "groups_surplus",
-    "groups_unfinished",
-    "episodes_played",
-    "episodes_kept",
-    "episodes_unfinished",
-    "decisions_played",
-    "env_steps_played",
+    *COUNTS,
     # update
     "optimizer_steps",
     "learning_rate",

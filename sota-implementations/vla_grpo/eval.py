@@ -26,7 +26,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from torchrl_vla.collectors import EnvPool
+from torchrl_vla.collectors.factory import make_pool
 from torchrl_vla.config import Config, ConfigError, load
 from torchrl_vla.envs import factory as envs
 from torchrl_vla.modules.factory import TrainedWeights, make_codec, make_policy
@@ -41,7 +41,7 @@ from torchrl_vla.training.run_folder import RunFolder
 from torchrl_vla.training.updater import choose_device
 
 MAY_CHANGE = ("eval", "env.task_suite", "env.task_ids", "env.num_workers")
-MAY_CHANGE += ("env.num_envs", "env.render_gpu_device_id")
+MAY_CHANGE += ("env.num_envs", "env.overlap", "env.render_gpu_device_id")
 MAY_CHANGE += ("train.device", "train.num_threads")
 
 
@@ -66,12 +66,13 @@ def run(raw: DictConfig | dict, given: Sequence[str]) -> dict[str, Any]:
     codec = make_codec(cfg.policy, task_suite)
 
     with ExitStack() as stack:
-        env = envs.make_env(cfg.env, codec, seed=cfg.seed)
-        stack.callback(env.close, raise_if_closed=False)
-        policy = make_policy(cfg.policy, envs.sizes(env), seed=cfg.seed, device=device)
+        pool = make_pool(cfg.env, codec, seed=cfg.seed)
+        stack.callback(pool.close)
+        sizes = envs.sizes(pool.specs)
+        policy = make_policy(cfg.policy, sizes, seed=cfg.seed, device=device)
         if state is not None:
             TrainedWeights(policy).load_state_dict(state["policy"])
-        evaluator = Evaluator(EnvPool(env), pairs, envs.protocol(cfg.env))
+        evaluator = Evaluator(pool, pairs, envs.protocol(cfg.env))
         result = evaluator.evaluate(policy, cfg.eval.num_videos)
     return save(result, cfg, iteration=state["iteration"] if state else 0)
 

@@ -22,7 +22,8 @@ import hydra
 import torch
 from omegaconf import DictConfig
 
-from torchrl_vla.collectors import EnvPool, GroupCollector
+from torchrl_vla.collectors import GroupCollector
+from torchrl_vla.collectors.factory import make_pool
 from torchrl_vla.config import Config, load
 from torchrl_vla.data.group_schedule import GroupSchedule
 from torchrl_vla.envs import factory as envs
@@ -51,10 +52,10 @@ def run(cfg: Config) -> dict:
     logger = make_logger(**asdict(cfg.logger), path=folder.path)
 
     with ExitStack() as stack:
-        env = envs.make_env(cfg.env, codec, seed=cfg.seed)
-        stack.callback(env.close, raise_if_closed=False)
-        policy = make_policy(cfg.policy, envs.sizes(env), seed=cfg.seed, device=device)
-        pool = EnvPool(env)
+        pool = make_pool(cfg.env, codec, seed=cfg.seed)
+        stack.callback(pool.close)
+        sizes = envs.sizes(pool.specs)
+        policy = make_policy(cfg.policy, sizes, seed=cfg.seed, device=device)
         schedule = GroupSchedule(tasks, num_starts, cfg.seed)
         collector = GroupCollector(pool, schedule, **asdict(cfg.rollout), seed=cfg.seed)
         advantage = make_advantage(cfg.objective)

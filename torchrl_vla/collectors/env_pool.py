@@ -1,49 +1,41 @@
-"""Play a stream of episodes on whatever environments there are, in lockstep."""
+"""Play a stream of episodes on a TorchRL environment, in lockstep."""
 
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import connection
-from typing import NamedTuple
 
 import torch
-from tensordict import TensorDict, TensorDictBase
-from torchrl.envs import EnvBase, TransformedEnv
-from torchrl.envs.batched_envs import BatchedEnvBase
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
 
+from torchrl_vla.collectors.flat_env import FlatEnv
+from torchrl_vla.collectors.slots import NextRequest, Policy, Slots, not_finite
+from torchrl_vla.collectors.worker import how_it_ended
 from torchrl_vla.data import keys
 
 
-class EpisodeRequest(NamedTuple):
-    """An episode to be played."""
-
-    episode_id: int
-    group_id: int
-    task_id: int
-    init_state_id: int
-    seed: int
-
-
-Policy = Callable[[TensorDictBase], TensorDictBase]
-
-
 class EnvPool:
-    """Slots, each of which plays one episode after another.
+    """Slots of one environment, each of which plays one episode after another.
 
     A *worker* is a process (or the one process of a vectorised environment) and has one
     or more slots; it is asked to keep the members of a group together, since the
     members share a task. In each round the policy sees all slots that wait for a
-    decision as one batch. Slots that have nothing to do are neither stepped nor
-    rendered.
+    decision as one batch, then all of them are stepped: the simple path, with any
+    TorchRL environment. :class:`OverlapPool` lets each worker go on by itself, with
+    the same episodes. Slots that have nothing to do are neither stepped nor rendered.
 
     Args:
-        env: a TorchRL environment that plays a chunk per step (:class:`MultiAction`),
-            and takes ``task_id`` and ``init_state_id`` at ``reset``: a ``ParallelEnv``
-            or ``SerialEnv`` of single environments, a vectorised environment with batch
-            size ``[N]``, or one single environment.
+        env: plays a chunk per step (:class:`MultiAction`) and takes ``task_id`` and
+            ``init_state_id`` at ``reset``; see :class:`FlatEnv` for batch sizes.
+
+    Attributes:
+        specs: of the environment.
+        num_workers: processes.
+        num_restarts: of workers; none here, where a worker that ends, ends the run.
 
     Example:
         >>> from torchrl.envs import TransformedEnv
+        >>> from torchrl_vla.collectors import EpisodeRequest
         >>> from torchrl_vla.data.action_codec import UniformActionCodec
         >>> from torchrl_vla.envs import ActionTokensTransform, MultiAction, ToyTaskEnv
         >>> from torchrl_vla.modules import CompactPolicy
@@ -58,23 +50,21 @@ class EnvPool:
         6
     """
 
+    num_restarts = 0
+
     def __init__(self, env: EnvBase) -> None:
-        if env.batch_dims > 1:
-            raise ValueError(
-                f"the environment has batch size {tuple(env.batch_size)}; at most one "
-                "batch dimension is supported"
-            )
         self.env = env
-        self.num_slots = max(env.numel(), 1)
-        base = env
-        while isinstance(base, TransformedEnv):
-            base = base.base_env
-        self._base = base
-        self._has_workers = isinstance(base, BatchedEnvBase)
-        self.num_workers = self.num_slots if self._has_workers else 1
+        self._flat = FlatEnv(env)
+        self.specs = env.specs
+        self.num_workers = self._flat.num_workers
+        self.num_slots = self._flat.num_slots
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close(raise_if_closed=False)
 
     def play(
-        self, policy: Policy, next_request: Callable[[int], EpisodeRequest | None]
+        self, policy: Policy, next_request: NextRequest
     ) -> Iterator[TensorDictBase]:
         """Play until no slot is busy and there is no further request.
 
@@ -86,78 +76,41 @@ class EnvPool:
                 asked again after the next round).
 
         Yields:
-            The decisions of each round, a flat batch ``[B]``: what the policy read and
-            wrote, everything under ``"next"``, the ids of the request,
+            Decisions, a flat batch ``[B]``, those of an episode in order: what the
+            policy read and wrote, everything under ``"next"``, the ids of the request,
             ``"decision_id"``, ``"sampling_seed"`` and ``"episode_return"`` float32
             ``[1]`` up to and including this decision. Closing the iterator abandons the
             episodes that are not done.
 
         Raises:
             ChildProcessError: when a worker process has ended; it names the worker.
+            FloatingPointError: when an environment returns NaN; it names the worker.
         """
-        slots = _Slots(self.num_slots)
-        observation = None
+        slots = Slots(self.num_workers, self._flat.num_members)
         while True:
-            free = slots.fill(next_request, self._worker_of)
-            if free:
-                observation = self._start(slots, free, observation)
-            busy = slots.busy
-            if not busy.any():
+            reset = [slots.fill(w, next_request) for w in range(self.num_workers)]
+            if (mask := torch.cat(reset)).any():
+                with self._naming_ended_workers():
+                    observation = self._flat.reset(mask, *slots.starts())
+                self._check(observation, slots)
+            if not slots.busy.any():
                 return
-            decisions, observation = self._round(policy, slots, observation)
-            yield decisions
+            busy = slots.busy.clone()
+            acting = slots.act(policy, self._flat.observation[busy], busy)
+            with self._naming_ended_workers():
+                after = self._flat.step(busy, acting[keys.TOKENS])
+            self._check(after, slots)
+            yield slots.record(acting, after[busy], busy)
 
-    def _worker_of(self, slot: int) -> int:
-        return slot if self._has_workers else 0
-
-    def _start(self, slots, free: list[int], observation):
-        """Reset the slots in ``free`` to the starts that were requested for them."""
-        if observation is None:
-            # TorchRL needs a complete first reset, so idle slots share a start.
-            idle = ~slots.busy
-            slots.ids[idle] = slots.ids[free[0]].expand(int(idle.sum()))
-            free = list(range(self.num_slots))
-        task, state = slots.ids[keys.TASK_ID], slots.ids[keys.INIT_STATE_ID]
-        if self._has_workers:
-            starts = zip(task.flatten().tolist(), state.flatten().tolist(), strict=True)
-            each = [{keys.TASK_ID: t, keys.INIT_STATE_ID: s} for t, s in starts]
-            kwargs = {"list_of_kwargs": each}
-        else:
-            kwargs = {keys.TASK_ID: task, keys.INIT_STATE_ID: state}
-        mask = torch.zeros(self.num_slots, dtype=torch.bool)
-        mask[free] = True
-        request = TensorDict({}) if observation is None else observation.clone(False)
-        request.batch_size = torch.Size([self.num_slots])
-        if not mask.all():
-            request["_reset"] = mask.unsqueeze(-1)
-        if not self.env.batch_dims:
-            request = request.squeeze(0)
-        with self._naming_ended_workers():
-            return self.env.reset(request, **kwargs).reshape(self.num_slots)
-
-    def _round(self, policy, slots, observation):
-        busy = slots.busy
-        rows = busy.nonzero().flatten()
-        acting = observation[rows]
-        acting.update(slots.ids[rows])
-        acting[keys.SAMPLING_SEED] = acting.pop("seed") + acting[keys.DECISION_ID]
-        acting = policy(acting).cpu()
-
-        step = observation.clone(False)
-        tokens = acting[keys.TOKENS]
-        all_tokens = tokens.new_zeros(self.num_slots, *tokens.shape[1:])
-        step[keys.TOKENS] = all_tokens.index_copy(0, rows, tokens).to(self.env.device)
-        if not busy.all():
-            step["_step"] = busy
-        if not self.env.batch_dims:
-            step = step.squeeze(0)
-        with self._naming_ended_workers():
-            after = self.env.step(step)["next"].reshape(self.num_slots)
-
-        acting["next"] = after[rows]
-        slots.advance(rows, acting[keys.REWARD], acting[keys.DONE])
-        acting["episode_return"] = slots.returns[rows]
-        return acting, after.exclude("reward")
+    def _check(self, answer: TensorDictBase, slots: Slots) -> None:
+        if not not_finite(answer):
+            return
+        for worker in range(self.num_workers):
+            if names := not_finite(answer[slots.of(worker)]):
+                raise FloatingPointError(
+                    f"worker {worker} returned values that are not finite at "
+                    f"{', '.join(names)} while it played {slots.describe(worker)}"
+                )
 
     @contextmanager
     def _naming_ended_workers(self) -> Iterator[None]:
@@ -170,56 +123,14 @@ class EnvPool:
             raise ChildProcessError("; ".join(ended)) from error
 
     def _ended_workers(self) -> list[str]:
-        processes = getattr(self._base, "_workers", [])
+        processes = getattr(self._flat.base, "_workers", [])
         # A pipe breaks, and a sentinel tells, a moment before the process can be asked
         # for its exit code.
         ending = connection.wait([p.sentinel for p in processes], timeout=5)
         for process in processes:
             process.join(timeout=5 if process.sentinel in ending else 0)
         return [
-            f"worker {number} (process {process.pid}) ended {_how(process.exitcode)}"
+            f"worker {number} (process {process.pid}) {how_it_ended(process.exitcode)}"
             for number, process in enumerate(processes)
             if not process.is_alive()
         ]
-
-
-def _how(exit_code: int) -> str:
-    if exit_code == -signal.SIGKILL:
-        return "with SIGKILL, as when memory runs out; fewer workers need less"
-    if exit_code < 0:
-        return f"with {signal.Signals(-exit_code).name}"
-    return f"with exit code {exit_code}; its own error is above"
-
-
-class _Slots:
-    """Which episode each slot plays."""
-
-    def __init__(self, num_slots: int) -> None:
-        names = EpisodeRequest._fields + (keys.DECISION_ID,)
-        zeros = torch.zeros(num_slots, 1, dtype=torch.int64)
-        self.ids = TensorDict({name: zeros.clone() for name in names}, [num_slots])
-        self.busy = torch.zeros(num_slots, dtype=torch.bool)
-        self.returns = torch.zeros(num_slots, 1)
-
-    def fill(self, next_request, worker_of) -> list[int]:
-        """Give free slots their next episodes; returns the slots that got one."""
-        filled: list[int] = []
-        out_of_work = set()
-        for slot in (~self.busy).nonzero().flatten().tolist():
-            worker = worker_of(slot)
-            request = None if worker in out_of_work else next_request(worker)
-            if request is None:
-                out_of_work.add(worker)
-                continue
-            for name, value in request._asdict().items():
-                self.ids[name][slot] = value
-            self.ids[keys.DECISION_ID][slot] = 0
-            self.returns[slot] = 0
-            self.busy[slot] = True
-            filled.append(slot)
-        return filled
-
-    def advance(self, rows, reward, done) -> None:
-        self.returns[rows] += reward.to(self.returns)
-        self.ids[keys.DECISION_ID][rows] += 1
-        self.busy[rows] = ~done.flatten().to(self.busy.device)

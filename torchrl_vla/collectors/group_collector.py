@@ -7,13 +7,14 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from torchrl_vla.collectors.env_pool import EnvPool, EpisodeRequest, Policy
+from torchrl_vla.collectors.slots import EpisodeRequest, Policy, Pool
 from torchrl_vla.data import keys
 from torchrl_vla.data.group_schedule import GroupRequest, GroupSchedule
 from torchrl_vla.data.random_streams import derive_seed
 from torchrl_vla.objectives.functional import is_mixed, select_members
 
 COUNTS = (
+    "worker_restarts",
     "groups_kept",
     "groups_all_success",
     "groups_all_failure",
@@ -74,7 +75,7 @@ class GroupCollector:
 
     def __init__(
         self,
-        pool: EnvPool,
+        pool: Pool,
         schedule: GroupSchedule,
         *,
         num_groups: int,
@@ -138,6 +139,7 @@ class GroupCollector:
             at, kept or not).
         """
         wave = _Wave(self)
+        num_restarts = self.pool.num_restarts
         rounds = self.pool.play(policy, wave.next_request)
         with set_exploration_type(ExplorationType.RANDOM):
             for decisions in rounds:
@@ -147,6 +149,7 @@ class GroupCollector:
         rounds.close()
         self.position = wave.position
         self.iteration += 1
+        wave.count["worker_restarts"] = self.pool.num_restarts - num_restarts
         return wave.batch(), wave.counts()
 
 

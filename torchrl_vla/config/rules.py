@@ -30,6 +30,7 @@ AT_LEAST = {
     "env.max_episode_steps": 1,
     "env.num_workers": 1,
     "env.num_envs": 1,
+    "env.max_restarts": 0,
     "env.image_size": 8,
     "env.settle_steps": 0,
     "env.success_steps": 1,
@@ -57,7 +58,12 @@ AT_LEAST = {
     "checkpoint.keep": 1,
 }
 
-POSITIVE = ("policy.temperature", "update.lr", "update.max_grad_norm")
+POSITIVE = (
+    "env.min_timeout_s",
+    "policy.temperature",
+    "update.lr",
+    "update.max_grad_norm",
+)
 
 
 def check(cfg: Config) -> None:

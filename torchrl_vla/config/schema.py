@@ -14,9 +14,15 @@ class EnvConfig:
     max_episode_steps: int = 24
     """Env steps after which an episode is truncated; a multiple of chunk_size."""
     num_workers: int = 1
-    """Simulator processes; 1 runs in the main process."""
+    """Simulator processes (toy: 1, which is the main process)."""
     num_envs: int = 256
-    """Toy only: members stepped at once in the one process."""
+    """Members of a process; LIBERO: they share a compiled task and take no memory."""
+    overlap: bool = True
+    """LIBERO only: workers go on by themselves, lost ones restart; false is lockstep."""
+    max_restarts: int = 3
+    """LIBERO only: how often an episode may be lost with its worker."""
+    min_timeout_s: float = 60.0
+    """LIBERO only: shortest silence of a worker that counts as hanging, s."""
     init_states: str = "sampled"
     """Starts to train on: ``sampled`` (never used in evaluation) or ``official``."""
     task_suite: str = "libero_spatial"

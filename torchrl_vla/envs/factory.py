@@ -1,9 +1,11 @@
 """The environment of a run, from its section of the options."""
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from torchrl.data import Composite
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.transforms import Transform
 
@@ -11,6 +13,7 @@ from torchrl_vla.config.schema import EnvConfig
 from torchrl_vla.data import keys
 from torchrl_vla.data.action_codec import ActionCodec
 from torchrl_vla.envs.libero import make_libero_envs, tasks
+from torchrl_vla.envs.libero.workers import make_worker_env
 from torchrl_vla.envs.toy import ToyTaskEnv
 from torchrl_vla.envs.transforms import (
     ActionTokensTransform,
@@ -58,12 +61,7 @@ def make_env(
     Raises:
         ModuleNotFoundError: when the simulator's extra is not installed.
     """
-    wrap = partial(
-        play_chunks,
-        chunk_size=cfg.chunk_size,
-        codec=codec,
-        make_observation_transforms=partial(image_transforms, cfg),
-    )
+    wrap = _wrap(cfg, codec)
     if cfg.name == "toy":
         toy = ToyTaskEnv(
             num_envs=cfg.num_envs,
@@ -74,12 +72,30 @@ def make_env(
         )
         return wrap(toy)
     return make_libero_envs(
-        cfg.num_workers,
-        task_suite=cfg.task_suite,
-        task_id=task_ids(cfg)[0],
-        wrap=wrap,
+        cfg.num_workers, wrap=wrap, **libero_arguments(cfg), seed=seed
+    )
+
+
+def make_libero_worker(
+    cfg: EnvConfig, codec: ActionCodec, *, seed: int = 0
+) -> Callable[[], EnvBase]:
+    """Makes the environment of one worker process, for :class:`OverlapPool`."""
+    num_cores = len(os.sched_getaffinity(0))
+    return partial(
+        make_worker_env,
+        _wrap(cfg, codec),
+        num_threads=max(1, num_cores // cfg.num_workers),
         **libero_arguments(cfg),
         seed=seed,
+    )
+
+
+def _wrap(cfg: EnvConfig, codec: ActionCodec) -> Callable[[EnvBase], EnvBase]:
+    return partial(
+        play_chunks,
+        chunk_size=cfg.chunk_size,
+        codec=codec,
+        make_observation_transforms=partial(image_transforms, cfg),
     )
 
 
@@ -95,6 +111,9 @@ def libero_arguments(cfg: EnvConfig) -> dict[str, Any]:
     """Arguments of ``LiberoEnv`` that all workers share."""
     cameras = cfg.cameras or ["image"]
     return {
+        "task_suite": cfg.task_suite,
+        "task_id": task_ids(cfg)[0],
+        "num_envs": cfg.num_envs,
         "wrist_camera": "robot0_eye_in_hand" if "wrist_image" in cameras else None,
         "camera_height": cfg.image_size,
         "camera_width": cfg.image_size,
@@ -144,10 +163,12 @@ def evaluation_pairs(
     return [(task, start) for task in tasks for start in range(num_init_states)]
 
 
-def sizes(env: EnvBase) -> dict[str, int]:
-    """What a policy must know of an environment that takes tokens."""
-    *_, chunk_size, action_dim = env.full_action_spec[keys.TOKENS].shape
-    state_dim = env.observation_spec[keys.STATE].shape[-1]
+def sizes(specs: Composite) -> dict[str, int]:
+    """What a policy must know of the specs of an environment that takes tokens."""
+    action_spec = specs["input_spec", "full_action_spec"]
+    *_, chunk_size, action_dim = action_spec[keys.TOKENS].shape
+    observation_spec = specs["output_spec", "full_observation_spec"]
+    state_dim = observation_spec[keys.STATE].shape[-1]
     return {
         "chunk_size": chunk_size,
         "action_dim": action_dim,

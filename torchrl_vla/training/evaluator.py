@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from torchrl_vla.collectors.env_pool import EnvPool, EpisodeRequest, Policy
+from torchrl_vla.collectors.slots import EpisodeRequest, Policy, Pool
 from torchrl_vla.data import keys
 from torchrl_vla.training.metrics import wilson_interval
 from torchrl_vla.training.report import versions
@@ -80,7 +80,7 @@ class Evaluator:
 
     def __init__(
         self,
-        pool: EnvPool,
+        pool: Pool,
         pairs: Sequence[tuple[int, int]],
         protocol: dict[str, Any] | None = None,
     ) -> None:

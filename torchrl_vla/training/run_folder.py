@@ -21,6 +21,10 @@ MAY_DIFFER = frozenset(
         "checkpoint",
         "logger",
         "env.num_workers",
+        "env.num_envs",
+        "env.overlap",
+        "env.max_restarts",
+        "env.min_timeout_s",
         "env.render_gpu_device_id",
         "policy.rollout_batch_size",
     }

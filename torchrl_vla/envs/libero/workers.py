@@ -1,22 +1,17 @@
 """LIBERO environments side by side, each with its own arguments."""
 
 import contextlib
-import ctypes
 import os
-import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, ParallelEnv, TransformedEnv
 from torchrl.envs.transforms import Transform
 
 from torchrl_vla.envs.libero.env import LiberoEnv
-
-_PR_SET_PDEATHSIG = 1
+from torchrl_vla.envs.worker_process import enter_worker_process
 
 
 class LiberoWorkers(ParallelEnv):
@@ -135,26 +130,26 @@ def _make(wrap: Callable[[EnvBase], EnvBase] | None, **arguments: Any) -> EnvBas
     return env if wrap is None else wrap(env)
 
 
-def _make_in_worker(
-    parent: int,
-    wrap: Callable[[EnvBase], EnvBase] | None,
-    num_threads: int,
-    **arguments: Any,
+def make_worker_env(
+    wrap: Callable[[EnvBase], EnvBase] | None, num_threads: int, **arguments: Any
 ) -> EnvBase:
-    end_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    # Of Mesa's rasteriser, which otherwise takes a thread per core in every worker.
+    """An environment with ``num_threads`` threads for physics and rendering each.
+
+    Args:
+        wrap: called on it, to append transforms.
+        num_threads: of the process that calls this.
+        arguments: of :class:`LiberoEnv`.
+    """
+    # Mesa's rasteriser otherwise takes a thread per core in every worker.
     os.environ.setdefault("LP_NUM_THREADS", str(num_threads))
-    env = _make(wrap, num_threads=num_threads, **arguments)
+    return _make(wrap, num_threads=num_threads, **arguments)
+
+
+def _make_in_worker(
+    parent: int, wrap: Callable[[EnvBase], EnvBase] | None, **arguments: Any
+) -> EnvBase:
+    enter_worker_process(parent)
+    env = make_worker_env(wrap, **arguments)
     if not env.batch_size:
         return env
     return TransformedEnv(env, _MemberMaskTransform())
-
-
-def end_with_parent(parent: int) -> None:
-    """Have the kernel end this process when its parent does, even by SIGKILL."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the call
-            os._exit(1)

@@ -116,10 +116,11 @@ def wait_until(condition, seconds, what):
 
 
 @contextmanager
-def endless_run(folder, output):
+def endless_run(folder, output, *changes):
     """The script as it collects, after one more checkpoint: process and workers."""
     command = [sys.executable, str(SCRIPT), *SMALL, f"run_dir={folder}"]
     command += ["resume=auto", "train.num_iterations=100000", "checkpoint.keep=2"]
+    command += changes
     before = last_iteration(folder)
     with output.open("w") as file:
         process = subprocess.Popen(
@@ -149,8 +150,9 @@ def endless_run(folder, output):
 
 
 def test_a_killed_worker_ends_the_run_by_name(folder, tmp_path):
+    """Where none is to be started again."""
     output = tmp_path / "output"
-    with endless_run(folder, output) as (process, workers):
+    with endless_run(folder, output, "env.max_restarts=0") as (process, workers):
         assert len(workers) == 2
         os.kill(workers[0], signal.SIGKILL)
     assert process.returncode == 1

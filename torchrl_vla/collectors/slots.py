@@ -104,13 +104,13 @@ class Slots:
         slots = self.of(worker)
         was_idle = not self.busy[slots].any()
         filled: list[int] = []
-        waiting = self._waiting[worker]
         for slot in (~self.busy[slots]).nonzero().flatten().tolist():
-            request = waiting.popleft() if waiting else next_request(worker)
+            request = self._next(worker, next_request)
             if request is None:
                 break
-            if not (was_idle and not filled) and request.task_id != self._task(worker):
-                waiting.appendleft(request)
+            playing = self.rows(worker)[:1].tolist()
+            if playing and request.task_id != self._requests[playing[0]].task_id:
+                self._waiting[worker].appendleft(request)
                 break
             self._begin(slots.start + slot, request)
             filled.append(slot)
@@ -123,8 +123,13 @@ class Slots:
         reset[filled] = True
         return reset
 
-    def _task(self, worker: int) -> int:
-        return self._requests[int(self.rows(worker)[0])].task_id
+    def _next(self, worker: int, next_request: NextRequest) -> EpisodeRequest | None:
+        mine = self._waiting[worker]
+        if not mine and (request := next_request(worker)) is not None:
+            return request
+        # Nothing of its own: then what another worker cannot play now.
+        waiting = mine or max(self._waiting, key=len)
+        return waiting.popleft() if waiting else None
 
     def _begin(self, slot: int, request: EpisodeRequest) -> None:
         for name, value in request._asdict().items():

@@ -18,7 +18,7 @@ class EnvConfig:
     num_envs: int = 256
     """Members of a process; LIBERO: they share a compiled task and take no memory."""
     overlap: bool = True
-    """LIBERO only: workers go on by themselves, lost ones restart; false is lockstep."""
+    """LIBERO only: workers go on by themselves and are replaced; false is lockstep."""
     max_restarts: int = 3
     """LIBERO only: how often an episode may be lost with its worker."""
     min_timeout_s: float = 60.0

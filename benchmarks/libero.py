@@ -4,7 +4,8 @@
 
 Chunks of 8 actions, one camera of 256 px, random actions. Every subject runs in a
 process of its own; those of one process are pinned to one core, so "per core" counts
-rendering threads too. The table is printed and kept in ``benchmarks/results``.
+rendering threads too. The table is printed and kept in ``benchmarks/results``;
+docs/performance.md explains it.
 """
 
 import argparse
@@ -23,6 +24,9 @@ import torch
 
 # This file has the name of the package that it measures.
 sys.path[:] = [folder for folder in sys.path if folder != str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import overlap  # noqa: E402
 
 CHUNK = 8
 GROUP = 8
@@ -194,7 +198,10 @@ SUBJECTS = {
     "ours_group": ours_group,
     "torchrl_workers": torchrl_workers,
     "ours_workers": ours_workers,
+    "collection": overlap.collection,
+    "answers": overlap.answers,
 }
+IN_ONE_PROCESS = ("torchrl_single", "robosuite", "ours_single", "ours_group")
 
 
 def run(subject: str, suite: str, task: int) -> dict[str, float]:
@@ -209,6 +216,7 @@ def run(subject: str, suite: str, task: int) -> dict[str, float]:
 def table(r: dict[str, dict[str, float]], suite: str, task: int) -> str:
     """The comparison in Markdown."""
     torchrl, single, group = r["torchrl_single"], r["ours_single"], r["ours_group"]
+    collection = r["collection"]
 
     def rate(result: dict[str, float], members: int = 1) -> float:
         return members * CHUNK / result["chunk_s"]
@@ -263,8 +271,18 @@ def table(r: dict[str, dict[str, float]], suite: str, task: int) -> str:
             "MB",
             torchrl["memory_mb"] / max(group["further_mb"], 0.1),
         ),
+        row(
+            f"collection, {overlap.NUM_WORKERS} workers, a policy as slow as the "
+            "simulator (lockstep)",
+            collection["lockstep_s"],
+            collection["overlap_s"],
+            "s",
+            collection["lockstep_s"] / collection["overlap_s"],
+        ),
         "",
         shares(single),
+        "",
+        answers(r["answers"]),
     ]
     return "\n".join(lines) + "\n"
 
@@ -279,6 +297,16 @@ def shares(single: dict[str, float]) -> str:
         f"{physics:.0%} physics, {step - physics:.0%} controller and judgement, "
         f"{1 - render - step:.0%} TorchRL and copies. Making the environment takes "
         f"{single['make_s']:.1f} s."
+    )
+
+
+def answers(milliseconds: dict[str, float]) -> str:
+    """What a round trip of 1.5 MB costs."""
+    return (
+        "An answer of 1.5 MB from a worker that has nothing to do takes "
+        f"{milliseconds['overlap_ms']:.1f} ms; from TorchRL's AsyncEnvPool "
+        f"{milliseconds['async_env_pool_queue_ms']:.1f} ms through its queue and "
+        f"{milliseconds['async_env_pool_shm_ms']:.1f} ms through shared memory."
     )
 
 
@@ -297,9 +325,9 @@ def main() -> None:
 
     set_up_rendering()
     if arguments.subject:
-        if not arguments.subject.endswith("workers"):
+        torch.set_num_threads(1)
+        if arguments.subject in IN_ONE_PROCESS:
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-            torch.set_num_threads(1)
         result = SUBJECTS[arguments.subject](arguments.suite, arguments.task)
         print(json.dumps(result), flush=True)
         os._exit(0)  # what is measured includes environments nobody closes

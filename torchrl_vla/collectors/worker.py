@@ -62,7 +62,7 @@ class Worker:
 
     Attributes:
         asked: what is unanswered, ``start``, ``reset`` or ``step``; otherwise ``None``.
-        asked_at_s: since when, on the monotonic clock.
+        asked_at_s, answered_at_s: when last, on the monotonic clock.
         incarnation: how many processes there have been.
     """
 
@@ -75,6 +75,7 @@ class Worker:
     ) -> None:
         self.number = number
         self.incarnation = 0
+        self.answered_at_s = 0.0
         self._make_env = make_env
         self._answers = answers
         self._context: Any = multiprocessing.get_context(start_method)

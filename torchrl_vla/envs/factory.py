@@ -147,11 +147,11 @@ def evaluation_pairs(
 def sizes(env: EnvBase) -> dict[str, int]:
     """What a policy must know of an environment that takes tokens."""
     *_, chunk_size, action_dim = env.full_action_spec[keys.TOKENS].shape
-    state_dim = env.observation_spec[keys.STATE].shape[-1]
     return {
         "chunk_size": chunk_size,
         "action_dim": action_dim,
-        "state_dim": state_dim,
+        "state_dim": env.observation_spec[keys.STATE].shape[-1],
+        "image_size": env.observation_spec[keys.IMAGE].shape[-1],
     }
 
 

@@ -86,8 +86,10 @@ def check_statistics(path: Path, expected_id: str, owner: str) -> None:
         owner: the checkpoint, for the error.
 
     Raises:
-        ValueError: when it is no JSON or its content is other.
+        ValueError: when it is missing, no JSON or its content is other.
     """
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: the statistics of {owner}")
     try:
         found = statistics_id(json.loads(path.read_text()))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -120,6 +120,7 @@ class DemonstrationWriter(AbstractContextManager["DemonstrationWriter"]):
         folder: to write to; must be empty or not there.
         fps: env steps per second.
         robot_type: LeRobot's name of the robot.
+        action_dim: ``A``, checked; ``None`` is any.
 
     Raises:
         ModuleNotFoundError: without the ``demos`` extra.
@@ -138,7 +139,12 @@ class DemonstrationWriter(AbstractContextManager["DemonstrationWriter"]):
     """
 
     def __init__(
-        self, folder: Path, *, fps: int = 20, robot_type: str = "panda"
+        self,
+        folder: Path,
+        *,
+        fps: int = 20,
+        robot_type: str = "panda",
+        action_dim: int | None = ACTION_DIM,
     ) -> None:
         lerobot.import_pyarrow()
         self.folder = Path(folder)
@@ -149,6 +155,7 @@ class DemonstrationWriter(AbstractContextManager["DemonstrationWriter"]):
             )
         self.fps = fps
         self.robot_type = robot_type
+        self.action_dim = action_dim
         self._tables = lerobot.DataFiles(self.folder)
         self._features: dict[str, Any] = {}
         self._tasks: dict[str, int] = {}
@@ -165,7 +172,7 @@ class DemonstrationWriter(AbstractContextManager["DemonstrationWriter"]):
                 not those of the first one; nothing is written then.
         """
         number = len(self._episodes)
-        check_demonstration(demonstration, f"episode {number}")
+        check_demonstration(demonstration, f"episode {number}", self.action_dim)
         columns = _columns(demonstration)
         features = lerobot.features({k: v.shape[1:] for k, v in columns.items()})
         self._features = self._features or features

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torchrl.envs import EnvBase, TransformedEnv
@@ -119,6 +120,15 @@ def task_ids(cfg: EnvConfig) -> list[int]:
             f"env.task_ids has {wrong}; {cfg.task_suite} has tasks 0 to {num_tasks - 1}"
         )
     return chosen
+
+
+def demonstration_files(cfg: EnvConfig, folder: Path) -> dict[int, Path]:
+    """LIBERO's own file of demonstrations of each task, by the benchmark's names."""
+    return {
+        task: folder / f"{Path(tasks.load_task(cfg.task_suite, task).bddl_file).stem}"
+        "_demo.hdf5"
+        for task in task_ids(cfg)
+    }
 
 
 def num_train_init_states(cfg: EnvConfig) -> int | None:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +55,27 @@ def make_codec(
         return load_action_codec(
             cfg.checkpoint, key, statistics_folder=cfg.statistics_folder
         )
+
+
+def codec_statistics(
+    cfg: PolicyConfig, task_suite: str, statistics: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The statistics that belong to the codec of :func:`make_codec`, to be saved.
+
+    Args:
+        cfg, task_suite: see :func:`make_codec`.
+        statistics: of demonstrations, by suite.
+    """
+    key = cfg.unnorm_key or task_suite
+    if cfg.name == "openvla_oft" and _has_statistics(cfg, key):
+        from torchrl_vla.modules.openvla_oft import statistics as files
+
+        found = files.load_statistics(cfg.checkpoint, cfg.statistics_folder)
+        return {key: files.select_statistics(found, key)}
+    if (cfg.checkpoint or "").endswith(".safetensors"):
+        metadata = policy_file.read_metadata(cfg.checkpoint)
+        return metadata.get("statistics", dict(statistics))
+    return dict(statistics)
 
 
 def _compact_bounds(cfg: PolicyConfig, entry: Mapping[str, Any] | None) -> tuple:
@@ -124,6 +146,21 @@ def make_policy(
     if weights is not None:
         _load(policy, weights, cfg.checkpoint)
     return policy.to(device)
+
+
+def standardize_state(
+    policy: TokenPolicy, cfg: PolicyConfig, statistics: Mapping[str, Any]
+) -> None:
+    """Give a new compact policy the scale of its state; others have theirs.
+
+    Args:
+        policy: to change.
+        cfg: the section ``policy`` of the options.
+        statistics: of demonstrations, one data set.
+    """
+    if isinstance(policy, CompactPolicy) and cfg.checkpoint is None:
+        (entry,) = statistics.values()
+        policy.standardize_state(entry["proprio"]["mean"], entry["proprio"]["std"])
 
 
 def compact_shape(cfg: PolicyConfig, sizes: dict[str, int]) -> dict[str, Any]:
@@ -201,6 +238,8 @@ def load_weights(
         metadata = policy_file.read_metadata(path)
         policy_file.check_shape(path, metadata.get("shape", {}), shape or {})
         return load_file(path)
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} is no file")
     return torch.load(path, map_location="cpu", weights_only=True)["policy"]
 
 

@@ -15,6 +15,8 @@ from torchrl_vla.data.dataset_statistics import check_statistics, statistics_id
 
 FORMAT = "torchrl_vla.compact/1"
 NAME = "policy.safetensors"
+ORIGIN = "origin.json"
+"""Beside the weights of an OpenVLA-OFT: where it is from, and its statistics' hash."""
 MAX_BYTES = 10_000_000
 """Largest file: a compact policy fits into a repository."""
 

@@ -192,11 +192,12 @@ class Recorder(AbstractContextManager):
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(iteration - self._bar.n)
 
-    def finish(self, fps: float) -> dict[str, Any]:
+    def finish(self, fps: float, **further: Any) -> dict[str, Any]:
         """Draw the curves, write videos and ``summary.json``; returns the summary.
 
         Args:
             fps: frames of a video per second.
+            further: entries of the summary.
         """
         assert self.result is not None, "finish comes after an evaluation"
         path, result = self.folder.path, self.result
@@ -210,6 +211,7 @@ class Recorder(AbstractContextManager):
             name: round(value, 4) if isinstance(value, float) else value
             for name, value in self.counters.items()
         }
+        summary |= further
         summary["num_eval_episodes"] = len(result.success)
         summary["evaluation"] = result.summary()
         summary["versions"] = report.versions()

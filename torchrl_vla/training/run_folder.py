@@ -26,6 +26,10 @@ MAY_DIFFER = frozenset(
     }
 )
 
+# The learning rate of supervised fine-tuning falls over all iterations, and what is
+# best is decided by patience: both stay.
+SUPERVISED_MAY_DIFFER = MAY_DIFFER - {"train.num_iterations"}
+
 
 class RunFolder:
     """``config.yaml``, ``metrics.csv``, ``curves.png``, ``videos/``, ``checkpoints/``

@@ -5,7 +5,7 @@ import torch
 from torchrl_vla.data.demonstrations import Demonstration, DemonstrationWriter
 from torchrl_vla.envs import ToyTaskEnv
 
-SUCCESS_TOL, SUCCESS_STEPS = 0.12, 3
+SUCCESS_TOL, SUCCESS_STEPS = 0.2, 3
 
 
 def play(number: int, *, seed: int) -> Demonstration:

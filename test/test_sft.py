@@ -273,7 +273,8 @@ def test_it_goes_on_from_a_policy(sft, whole, demos, tmp_path):
     first, second = (float(rows(p)[0]["train_loss"]) for p in (whole[0], tmp_path))
     assert second < first - 0.1
     ours, theirs = (
-        policy_file.read_metadata(p / "policy.safetensors") for p in (tmp_path, whole[0])
+        policy_file.read_metadata(p / "policy.safetensors")
+        for p in (tmp_path, whole[0])
     )
     assert ours["action_high"] == theirs["action_high"]
 

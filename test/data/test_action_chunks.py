@@ -17,14 +17,14 @@ TOKENS, MASK = ("vla_action", "tokens"), "token_mask"
 
 
 def make(length, number=0, task=0, size=6):
+    """Tokens of 9 bins over -1..1 are the env step and the number of the episode."""
     step = np.arange(length, dtype=np.float32)
     frames = np.zeros((length, size, size, 3), np.uint8)
     frames[:, 0, 0, 0] = step + 1
     return Demonstration(
         images={"image": frames, "wrist_image": frames + 100},
         state=np.stack([step, np.full(length, number, np.float32)], -1),
-        # Tokens of 9 bins over -1..1: the env step, and the number of the episode.
-        action=np.stack([step / 4.5 - 1 + 0.1, np.full(length, number / 4.5 - 0.9)], -1),
+        action=np.stack([step, np.full(length, number)], -1) / 4.5 - 0.9,
         instruction=f"task {task}",
         task_id=task,
         init_state_id=number,
@@ -70,9 +70,9 @@ def test_without_cameras_there_are_no_images():
 
 
 def test_cameras_and_sizes_must_be_there():
+    lacking = make(3)
+    del lacking.images["image"]
     with pytest.raises(ValueError, match="episode 1: images of 'image' are missing"):
-        lacking = make(3)
-        del lacking.images["image"]
         rows(make(3), lacking)
     with pytest.raises(ValueError, match="'image' are of mixed sizes"):
         rows(make(3), make(3, size=7))
@@ -131,7 +131,7 @@ def test_the_split_keeps_episodes_whole_and_takes_from_every_task():
     assert [d.init_state_id for d in validation] != [d.init_state_id for d in other]
     assert split_episodes(all_of, 0.0, seed=1)[1] == []
     assert len(split_episodes(all_of[:6], 0.01, seed=1)[1]) == 3, "one of each at least"
-    with pytest.raises(ValueError, match="demos.validation_fraction=0"):
+    with pytest.raises(ValueError, match=r"demos\.validation_fraction=0"):
         split_episodes(all_of[:3], 0.5, seed=1)
 
 

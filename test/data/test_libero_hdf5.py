@@ -89,7 +89,9 @@ def test_quaternions_come_back_with_their_sign():
     quaternion /= np.linalg.norm(quaternion, axis=-1, keepdims=True)
     assert (quaternion[:, 3] < 0).any()
     rotation = quaternion_to_axis_angle(torch.from_numpy(quaternion)).numpy()
-    np.testing.assert_allclose(axis_angle_to_quaternion(rotation), quaternion, atol=1e-9)
+    np.testing.assert_allclose(
+        axis_angle_to_quaternion(rotation), quaternion, atol=1e-9
+    )
     identity = axis_angle_to_quaternion(np.zeros((1, 3)))
     np.testing.assert_array_equal(identity, [[0, 0, 0, 1]])
 

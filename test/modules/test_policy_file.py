@@ -101,7 +101,7 @@ def test_the_metadata_comes_back(saved):
 
 
 def test_a_damaged_or_missing_or_foreign_file(saved, tmp_path):
-    path, policy = saved
+    path, _ = saved
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"cut\.safetensors is damaged"):

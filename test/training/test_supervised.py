@@ -1,6 +1,7 @@
 """The parts of supervised fine-tuning: loss, steps, schedule, stopping."""
 
 import copy
+import itertools
 import math
 
 import numpy as np
@@ -31,7 +32,7 @@ def demonstration(number, length=7):
     return Demonstration({"image": frames}, value, value, "go", 0, number, True)
 
 
-def make(*, num_steps=20, cameras=(), prepare=nn.Sequential(), **options):
+def make(*, num_steps=20, cameras=(), prepare=None, **options):
     codec = UniformActionCodec(NUM_BINS)
     training, validation = (
         ActionChunks([demonstration(i) for i in numbers], codec, CHUNK, cameras)
@@ -54,7 +55,7 @@ def make(*, num_steps=20, cameras=(), prepare=nn.Sequential(), **options):
         validation,
         num_steps=num_steps,
         shift_px=2,
-        prepare=prepare,
+        prepare=prepare or nn.Sequential(),
         seed=0,
     )
     return policy, trainer
@@ -171,7 +172,9 @@ def test_the_gradient_is_clipped_and_one_that_is_not_finite_stops():
     assert norm <= 1.001e-9
     policy.head.bias.data.fill_(float("nan"))
     before = weights(policy)
-    with pytest.raises(FloatingPointError, match="optimizer step 2 .*Lower update.lr"):
+    with pytest.raises(
+        FloatingPointError, match=r"optimizer step 2 .*Lower update\.lr"
+    ):
         trainer.train(1)
     assert torch.equal(weights(policy).nan_to_num(), before.nan_to_num())
 
@@ -182,8 +185,8 @@ def test_the_learning_rate_goes_up_and_down_to_nothing():
     assert factors[10] == 1.0
     assert factors[60] == pytest.approx(0.5)
     assert factors[110] == pytest.approx(0.0)
-    assert all(a < b for a, b in zip(factors[:10], factors[1:11], strict=True))
-    assert all(a > b for a, b in zip(factors[10:-1], factors[11:], strict=True))
+    assert all(a < b for a, b in itertools.pairwise(factors[:11]))
+    assert all(a > b for a, b in itertools.pairwise(factors[10:]))
     _, trainer = make(num_steps=4)
     rates = [trainer.train(1)["learning_rate"] for _ in range(4)]
     expected = [0.02 * cosine_factor(step, 4, 0) for step in range(4)]
@@ -211,7 +214,7 @@ class TestEarlyStopping:
         assert module.weight.item() == 2
 
     def test_a_lower_loss_is_better(self):
-        module, stopping, end = self.run([3.0, 2.0, 2.5, 1.0, 5.0], name="val_loss")
+        _, stopping, end = self.run([3.0, 2.0, 2.5, 1.0, 5.0], name="val_loss")
         assert (end, stopping.best_iteration) == (5, 4)
         assert not stopping.is_over
 

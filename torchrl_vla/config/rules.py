@@ -1,6 +1,7 @@
 """What must hold between options, checked before anything is built."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torchrl_vla.config.schema import Config, SFTConfig
 
@@ -57,21 +58,24 @@ AT_LEAST = {
     "checkpoint.keep": 1,
 }
 
-_SFT_SECTIONS = ("env", "policy", "eval", "checkpoint", "logger")
-"""Sections that both recipes have."""
-
 POSITIVE = ("policy.temperature", "update.lr", "update.max_grad_norm")
 
 
+def _shared(table: dict[str, Any]) -> dict[str, Any]:
+    """Entries of sections that both recipes have."""
+    sections = ("env", "policy", "eval", "checkpoint", "logger")
+    return {path: v for path, v in table.items() if path.split(".")[0] in sections}
+
+
 SFT_CHOICES = {
-    **{path: CHOICES[path] for path in CHOICES if path.split(".")[0] in _SFT_SECTIONS},
+    **_shared(CHOICES),
     "demos.format": ("lerobot", "libero_hdf5"),
     "demos.action_bounds": ("unit", "data"),
     "train.stop_on": ("val_token_accuracy", "val_loss"),
 }
 
 SFT_AT_LEAST = {
-    **{path: AT_LEAST[path] for path in AT_LEAST if path.split(".")[0] in _SFT_SECTIONS},
+    **_shared(AT_LEAST),
     "demos.validation_fraction": 0,
     "demos.shift_px": 0,
     "update.weight_decay": 0,

@@ -67,9 +67,7 @@ class ActionChunks:
             raise ValueError("there is no demonstration to train on")
         self.chunk_size = chunk_size
         length_E = torch.tensor([len(d) for d in demonstrations])
-        action_NA = torch.from_numpy(
-            np.concatenate([d.action for d in demonstrations])
-        )
+        action_NA = torch.from_numpy(np.concatenate([d.action for d in demonstrations]))
         self._token_NA = codec.encode(action_NA).to(torch.int16)
         self._state_NS = torch.from_numpy(
             np.concatenate([d.state for d in demonstrations])

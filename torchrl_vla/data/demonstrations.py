@@ -68,9 +68,7 @@ def check_demonstration(
         raise ValueError(f"{name}: {field} {problem}")
 
 
-def _problems(
-    demo: Demonstration, action_dim: int | None
-) -> Iterator[tuple[str, str]]:
+def _problems(demo: Demonstration, action_dim: int | None) -> Iterator[tuple[str, str]]:
     shape = np.shape(demo.action)
     if len(shape) != 2 or (action_dim is not None and shape[1] != action_dim):
         expected = "A" if action_dim is None else action_dim

@@ -274,7 +274,7 @@ def _task_table(tasks: Sequence[str]) -> Any:
     """LeRobot looks tasks up in a pandas index; this is how pandas notes one."""
     pa = import_pyarrow()
     index = "__index_level_0__"
-    columns = [
+    columns: list[dict[str, Any]] = [
         {"name": "task_index", "field_name": "task_index", "pandas_type": "int64"},
         {"name": None, "field_name": index, "pandas_type": "unicode"},
     ]
@@ -307,7 +307,7 @@ def read_metadata(folder: Path) -> Metadata:
         if name not in stats or name not in info.get("features", {}):
             raise ValueError(f"{folder}: {name} has no statistics or is no feature")
     tasks = {
-        int(row["task_index"]): row.get("task", row.get("__index_level_0__"))
+        int(row["task_index"]): str(row.get("task", row.get("__index_level_0__", "")))
         for row in _read_tables(folder, "meta/tasks.parquet")
     }
     episodes = _read_tables(folder, "meta/episodes/*/*.parquet")

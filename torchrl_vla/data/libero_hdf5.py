@@ -55,7 +55,9 @@ def read_libero_hdf5(
         raise ValueError(f"{path} is no file")
     with h5py.File(path, "r") as file:
         if "data" not in file:
-            raise ValueError(f"{path}: there is no group 'data', as LIBERO's files have")
+            raise ValueError(
+                f"{path}: there is no group 'data', as LIBERO's files have"
+            )
         group = file["data"]
         text = _instruction(group, str(path))
         numbers = sorted(int(n.split("_")[1]) for n in group if n.startswith("demo_"))

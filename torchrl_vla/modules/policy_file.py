@@ -41,7 +41,8 @@ def save_policy(
     if size > MAX_BYTES:
         raise ValueError(
             f"the policy has {size / 1e6:.1f} MB of weights; at most "
-            f"{MAX_BYTES / 1e6:.0f} MB are exported. Lower policy.hidden_dim or num_bins"
+            f"{MAX_BYTES / 1e6:.0f} MB are exported: lower policy.hidden_dim or "
+            "policy.num_bins"
         )
     texts = {name: json.dumps(value) for name, value in metadata.items()}
     texts["format"] = FORMAT

@@ -77,9 +77,7 @@ def _drawn(
     return random.Random(derive_seed(seed, "demonstrations", task)).sample(mine, num)
 
 
-def check_fit(
-    demonstrations: Sequence[Demonstration], sizes: dict[str, int]
-) -> None:
+def check_fit(demonstrations: Sequence[Demonstration], sizes: dict[str, int]) -> None:
     """Refuse demonstrations that look different from what the policy will see.
 
     Args:

@@ -71,4 +71,3 @@ def export_policy(
 def command_line() -> str:
     """The command that started this process, as one would type it."""
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-

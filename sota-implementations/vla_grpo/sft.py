@@ -26,7 +26,9 @@ from torch import nn
 from torchrl_vla.collectors import EnvPool
 from torchrl_vla.config import SFTConfig, load
 from torchrl_vla.data.action_chunks import ActionChunks, split_episodes
+from torchrl_vla.data.action_codec import ActionCodec
 from torchrl_vla.data.dataset_statistics import dataset_statistics
+from torchrl_vla.data.demonstrations import Demonstration
 from torchrl_vla.envs import factory as envs
 from torchrl_vla.modules.factory import (
     TrainedWeights,
@@ -50,20 +52,18 @@ def run(cfg: SFTConfig) -> dict:
     pairs = envs.evaluation_pairs(cfg.env, tasks, cfg.eval.num_init_states)
     device = choose_device(cfg.train.device)
     torch.set_num_threads(cfg.train.num_threads)
-    suite = cfg.env.task_suite
     folder = RunFolder(
         cfg.run_dir, cfg.name, cfg.resume, asdict(cfg), SUPERVISED_MAY_DIFFER
     )
     demos = load_demonstrations(cfg.demos, cfg.env, cfg.policy.cameras, cfg.seed)
-    statistics = dataset_statistics(demos, cfg.policy.unnorm_key or suite)
+    statistics = dataset_statistics(demos, cfg.policy.unnorm_key or cfg.env.task_suite)
     is_scaled = cfg.policy.name != "compact" or cfg.demos.action_bounds == "data"
-    codec = make_codec(cfg.policy, suite, statistics if is_scaled else None)
+    codec = make_codec(
+        cfg.policy, cfg.env.task_suite, statistics if is_scaled else None
+    )
     split = split_episodes(demos, cfg.demos.validation_fraction, cfg.seed)
     training, validation = (
-        ActionChunks(part, codec, cfg.env.chunk_size, cfg.policy.cameras)
-        if part
-        else None
-        for part in split
+        make_rows(part, codec, cfg.env.chunk_size, cfg.policy.cameras) for part in split
     )
     logger = make_logger(**asdict(cfg.logger), path=folder.path)
 
@@ -131,11 +131,21 @@ def run(cfg: SFTConfig) -> dict:
             codec,
             cfg.policy,
             sizes=sizes,
-            statistics=codec_statistics(cfg.policy, suite, statistics),
+            statistics=codec_statistics(cfg.policy, cfg.env.task_suite, statistics),
             origin={"seed": cfg.seed, "options": asdict(cfg), "summary": summary},
         )
         recorder.say(f"policy.checkpoint={path}")
         return summary
+
+
+def make_rows(
+    demos: list[Demonstration],
+    codec: ActionCodec,
+    chunk_size: int,
+    cameras: list[str],
+) -> ActionChunks | None:
+    """Rows of a part of the demonstrations; ``None`` where it has none."""
+    return ActionChunks(demos, codec, chunk_size, cameras) if demos else None
 
 
 def is_due(iteration: int, every: int) -> bool:

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -265,6 +266,22 @@ def test_options_of_another_policy_are_refused(
 ):
     with pytest.raises(ValueError, match=message):
         recipe.run(grpo(tmp_path, whole[0] / "policy.safetensors", **changes))
+
+
+def test_the_evaluation_script_plays_what_was_exported(whole, tmp_path):
+    script = load_script("eval")
+    folder, summary = whole
+    cfg = grpo(tmp_path, folder / "policy.safetensors")
+    found = script.run(asdict(cfg), ["policy.checkpoint"])
+    assert found["tasks"] == summary["evaluation"]["tasks"]
+    for raw in (
+        {"run_dir": str(folder)},
+        {"resume": str(folder / "checkpoints" / "iteration_000002.pt")},
+    ):
+        with pytest.raises(
+            CheckpointError, match=r"is a run of sft\.py.*policy\.safet"
+        ):
+            script.run(raw, list(raw))
 
 
 def test_it_goes_on_from_a_policy(sft, whole, demos, tmp_path):

@@ -24,7 +24,7 @@ if ! nvidia-smi >/dev/null 2>&1; then
     # Without a GPU the CUDA libraries of a plain torch would be gigabytes for nothing.
     "${pip[@]}" "torch==2.13.0"
 fi
-"${pip[@]}" --editable ".[libero,openvla,wandb,dev]"
+"${pip[@]}" --editable ".[libero,openvla,demos,wandb,dev]"
 
 # Headless rendering: EGL on a GPU, otherwise EGL or OSMesa in software.
 packages="libegl1 libgl1 libosmesa6"

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def load_script(name: str) -> ModuleType:
-    """``vla-grpo`` or ``eval`` of the recipe's folder."""
+    """``vla-grpo``, ``sft`` or ``eval`` of the recipe's folder."""
     path = ROOT / "sota-implementations" / "vla_grpo" / f"{name}.py"
     module_name = name.replace("-", "_")
     spec = importlib.util.spec_from_file_location(module_name, path)

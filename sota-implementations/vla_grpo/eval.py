@@ -87,11 +87,13 @@ def find_checkpoint(
     """
     if resume not in ("auto", "never"):
         state = load_checkpoint(Path(resume))
+        refuse_supervised(state, resume)
         # Results go to the run that the file belongs to.
         state["options"]["run_dir"] = run_dir or str(Path(resume).resolve().parents[1])
         return state
     state = load_newest_checkpoint(Path(run_dir) / "checkpoints") if run_dir else None
     if state is not None:
+        refuse_supervised(state, run_dir)
         state["options"]["run_dir"] = run_dir
     elif not any(name.split(".")[0] in ("policy", "experiment") for name in given):
         where = (
@@ -102,6 +104,20 @@ def find_checkpoint(
             "policy (policy=..., +experiment=...) to evaluate a new one"
         )
     return state
+
+
+def refuse_supervised(state: dict[str, Any], name: str) -> None:
+    """A checkpoint of ``sft.py`` has the last weights, not the best, and no bins.
+
+    Raises:
+        CheckpointError: for such a checkpoint; says what to evaluate instead.
+    """
+    if "demos" in state["options"]:
+        raise CheckpointError(
+            f"{name} is a run of sft.py, which evaluates at its end; evaluate what it "
+            "wrote with policy.checkpoint=.../policy.safetensors and the env.* and "
+            "policy.* options of its config.yaml"
+        )
 
 
 def given_names(overrides: Sequence[str]) -> list[str]:

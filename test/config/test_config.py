@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from torchrl_vla.collectors import GroupCollector
-from torchrl_vla.config import Config, ConfigError, load, rules, schema
+from torchrl_vla.config import Config, ConfigError, SFTConfig, load, rules, schema
 from torchrl_vla.config.load import load_config
 from torchrl_vla.envs import ToyTaskEnv
 from torchrl_vla.modules import CompactPolicy
@@ -74,7 +74,31 @@ def test_every_logger_composes(name):
     assert load_config(composed(f"logger={name}")).logger.name == name
 
 
-@pytest.mark.parametrize("name", names("experiment"))
+def experiments(*, supervised):
+    """Those of ``sft.py`` have a name that says so."""
+    return [n for n in names("experiment") if n.startswith("sft_") == supervised]
+
+
+@pytest.mark.parametrize("name", experiments(supervised=True))
+def test_every_experiment_of_supervised_fine_tuning_composes(name):
+    overrides = [f"+experiment={name}", "demos.path=somewhere"]
+    with initialize_config_dir(str(CONFIGS), version_base=None):
+        raw = compose("sft", overrides)
+    cfg = load.load_options(raw, SFTConfig)
+    assert cfg.name == name, "its runs go into a folder of its name"
+
+
+def test_supervised_fine_tuning_composes_to_its_defaults():
+    with initialize_config_dir(str(CONFIGS), version_base=None):
+        raw = compose("sft", ["demos.path=somewhere", "env=toy"])
+    cfg = load.load_options(raw, SFTConfig)
+    expected = {"path": "somewhere"}
+    assert cfg.demos == schema.DemonstrationConfig(**expected)
+    assert cfg.update == schema.SupervisedUpdateConfig()
+    assert cfg.train == schema.SupervisedTrainConfig()
+
+
+@pytest.mark.parametrize("name", experiments(supervised=False))
 def test_every_experiment_composes(name):
     raw = composed(f"+experiment={name}")
     needs = PLACEHOLDERS.get(raw.policy.name, [])

@@ -1,8 +1,9 @@
 """What must hold between options, checked before anything is built."""
 
 from collections.abc import Iterator
+from typing import Any
 
-from torchrl_vla.config.schema import Config
+from torchrl_vla.config.schema import Config, SFTConfig
 
 
 class ConfigError(ValueError):
@@ -66,20 +67,54 @@ POSITIVE = (
 )
 
 
-def check(cfg: Config) -> None:
+def _shared(table: dict[str, Any]) -> dict[str, Any]:
+    """Entries of sections that both recipes have."""
+    sections = ("env", "policy", "eval", "checkpoint", "logger")
+    return {path: v for path, v in table.items() if path.split(".")[0] in sections}
+
+
+SFT_CHOICES = {
+    **_shared(CHOICES),
+    "demos.format": ("lerobot", "libero_hdf5"),
+    "demos.action_bounds": ("unit", "data"),
+    "train.stop_on": ("val_token_accuracy", "val_loss"),
+}
+
+SFT_AT_LEAST = {
+    **_shared(AT_LEAST),
+    "demos.validation_fraction": 0,
+    "demos.shift_px": 0,
+    "update.weight_decay": 0,
+    "update.warmup_steps": 0,
+    "update.batch_size": 1,
+    "update.micro_batch_size": 1,
+    "train.num_iterations": 0,
+    "train.steps_per_iteration": 1,
+    "train.patience": 1,
+    "train.num_threads": 1,
+}
+
+
+def check(cfg: Config | SFTConfig) -> None:
     """Raise one :class:`ConfigError` that lists everything that is wrong."""
-    problems = [*_choices(cfg), *_ranges(cfg)] or [*_relations(cfg)]
+    if isinstance(cfg, SFTConfig):
+        problems = [*_choices(cfg, SFT_CHOICES), *_sft_ranges(cfg)]
+        problems = problems or [*_sft_relations(cfg)]
+    else:
+        problems = [*_choices(cfg, CHOICES), *_ranges(cfg)] or [*_relations(cfg)]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _value(cfg: Config, path: str) -> object:
+def _value(cfg: Config | SFTConfig, path: str) -> object:
     section, name = path.split(".")
     return getattr(getattr(cfg, section), name)
 
 
-def _choices(cfg: Config) -> Iterator[str]:
-    for path, allowed in CHOICES.items():
+def _choices(
+    cfg: Config | SFTConfig, choices: dict[str, tuple[str, ...]]
+) -> Iterator[str]:
+    for path, allowed in choices.items():
         if (value := _value(cfg, path)) not in allowed:
             yield f"{path}={value}: allowed are {', '.join(allowed)}"
     for path in ("env.cameras", "policy.cameras"):
@@ -89,34 +124,39 @@ def _choices(cfg: Config) -> Iterator[str]:
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
-    for path, lowest in AT_LEAST.items():
+    yield from _bounds(cfg, AT_LEAST)
+    yield from _intervals(cfg)
+    yield from _shared_ranges(cfg)
+
+
+def _bounds(cfg: Config | SFTConfig, at_least: dict[str, int]) -> Iterator[str]:
+    for path, lowest in at_least.items():
         # Written so that NaN does not pass.
         if not (value := _value(cfg, path)) >= lowest:  # type: ignore[operator]
             yield f"{path}={value}: must be at least {lowest}"
     for path in POSITIVE:
         if not (value := _value(cfg, path)) > 0:  # type: ignore[operator]
             yield f"{path}={value}: must be greater than 0"
-    yield from _intervals(cfg)
-    yield from _optional_ranges(cfg)
 
 
 def _intervals(cfg: Config) -> Iterator[str]:
-    if not 0 < cfg.env.success_tol <= 0.5:
-        yield f"env.success_tol={cfg.env.success_tol}: must be in (0, 0.5]"
     if not 0 <= cfg.objective.clip_low < 1 or not cfg.objective.clip_high > 0:
         yield (
             f"objective.clip_low={cfg.objective.clip_low}, clip_high="
             f"{cfg.objective.clip_high}: needed are 0 <= clip_low < 1 and clip_high > 0"
         )
-    for path in ("update.beta1", "update.beta2"):
-        if not 0 <= (value := _value(cfg, path)) < 1:  # type: ignore[operator]
-            yield f"{path}={value}: must be in [0, 1)"
-
-
-def _optional_ranges(cfg: Config) -> Iterator[str]:
     target = cfg.objective.kl_target
     if target is not None and not target > 0:
         yield f"objective.kl_target={target}: must be greater than 0, or null"
+
+
+def _shared_ranges(cfg: Config | SFTConfig) -> Iterator[str]:
+    """Ranges of sections that both recipes have."""
+    if not 0 < cfg.env.success_tol <= 0.5:
+        yield f"env.success_tol={cfg.env.success_tol}: must be in (0, 0.5]"
+    for path in ("update.beta1", "update.beta2"):
+        if not 0 <= (value := _value(cfg, path)) < 1:  # type: ignore[operator]
+            yield f"{path}={value}: must be in [0, 1)"
     size = cfg.policy.rollout_batch_size
     if size is not None and size < 1:
         yield f"policy.rollout_batch_size={size}: must be at least 1, or null"
@@ -164,6 +204,11 @@ def _group_relations(cfg: Config) -> Iterator[str]:
             f"{rollout.group_size} = {num_episodes} episodes: must be a multiple of "
             f"update.episodes_per_step={update.episodes_per_step}; change either"
         )
+    if cfg.env.num_workers > rollout.num_groups:
+        yield (
+            f"env.num_workers={cfg.env.num_workers}: at most one worker per group, "
+            f"rollout.num_groups={rollout.num_groups}; lower it or ask for more groups"
+        )
     if rollout.skip_solved and cfg.env.init_states == "sampled":
         yield (
             f"rollout.skip_solved={rollout.skip_solved}: sampled starts never come "
@@ -187,18 +232,12 @@ def _objective_relations(cfg: Config) -> Iterator[str]:
         )
 
 
-def _env_relations(cfg: Config) -> Iterator[str]:
+def _env_relations(cfg: Config | SFTConfig) -> Iterator[str]:
     env = cfg.env
     if env.max_episode_steps % env.chunk_size:
         yield (
             f"env.max_episode_steps={env.max_episode_steps}: must be a multiple of "
             f"env.chunk_size={env.chunk_size}"
-        )
-    if env.num_workers > cfg.rollout.num_groups:
-        yield (
-            f"env.num_workers={env.num_workers}: at most one worker per group, "
-            f"rollout.num_groups={cfg.rollout.num_groups}; lower it or ask for more "
-            "groups"
         )
     if env.name == "toy" and env.num_workers != 1:
         yield (
@@ -209,7 +248,7 @@ def _env_relations(cfg: Config) -> Iterator[str]:
         yield f"env.task_ids={env.task_ids}: each task once"
 
 
-def _policy_relations(cfg: Config) -> Iterator[str]:
+def _policy_relations(cfg: Config | SFTConfig) -> Iterator[str]:
     env, policy = cfg.env, cfg.policy
     rendered = env.cameras or ["image"]
     if missing := [camera for camera in policy.cameras if camera not in rendered]:
@@ -228,3 +267,26 @@ def _policy_relations(cfg: Config) -> Iterator[str]:
         )
     if policy.name == "openvla_oft" and env.name == "toy":
         yield "policy.name=openvla_oft: needs a robot simulator; use env=libero"
+
+
+def _sft_ranges(cfg: SFTConfig) -> Iterator[str]:
+    yield from _bounds(cfg, SFT_AT_LEAST)
+    yield from _shared_ranges(cfg)
+    num = cfg.demos.num_per_task
+    if num is not None and num < 1:
+        yield f"demos.num_per_task={num}: must be at least 1, or null"
+    if not cfg.demos.validation_fraction < 1:
+        yield (
+            f"demos.validation_fraction={cfg.demos.validation_fraction}: must be "
+            "below 1, so that something is left to train on"
+        )
+
+
+def _sft_relations(cfg: SFTConfig) -> Iterator[str]:
+    yield from _env_relations(cfg)
+    yield from _policy_relations(cfg)
+    if cfg.demos.path is None:
+        yield (
+            "demos.path is not set: give a folder of demonstrations (LeRobot v3.0), or "
+            "demos.format=libero_hdf5 and the benchmark's files"
+        )

@@ -222,3 +222,85 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class DemonstrationConfig:
+    """The demonstrations that supervised fine-tuning learns from."""
+
+    path: str | None = None
+    """A LeRobot v3.0 folder, or (format libero_hdf5) a file or a folder of files."""
+    format: str = "lerobot"
+    """``lerobot`` or ``libero_hdf5`` (the benchmark's own files, one task each)."""
+    num_per_task: int | None = None
+    """Demonstrations of each task, drawn by the seed; None is all."""
+    only_successful: bool = True
+    """Leave out demonstrations that did not succeed."""
+    validation_fraction: float = 0.1
+    """Share of each task's episodes that is held out; 0 is none."""
+    shift_px: int = 4
+    """Images are moved by up to this many px each way in training; 0 is off."""
+    action_bounds: str = "data"
+    """compact only: bins span -1..1 (``unit``) or the ``data`` (q01 to q99)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SupervisedUpdateConfig:
+    """Optimizer and batch sizes of supervised fine-tuning."""
+
+    lr: float = 1e-3
+    """Highest learning rate of AdamW; it falls to 0 along a half cosine."""
+    beta1: float = 0.9
+    """AdamW's first moment."""
+    beta2: float = 0.999
+    """AdamW's second moment."""
+    weight_decay: float = 0.01
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    warmup_steps: int = 50
+    """Optimizer steps of linear warm-up."""
+    batch_size: int = 64
+    """Rows (env steps of demonstrations) per optimizer step."""
+    micro_batch_size: int = 64
+    """Rows per forward and backward pass: as many as fit the memory."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SupervisedTrainConfig:
+    """The length of supervised fine-tuning."""
+
+    num_iterations: int = 50
+    """Iterations: some optimizer steps and a validation."""
+    steps_per_iteration: int = 100
+    """Optimizer steps of an iteration."""
+    stop_on: str = "val_token_accuracy"
+    """What decides which weights are best: ``val_token_accuracy`` or ``val_loss``."""
+    patience: int = 15
+    """End after this many iterations in a row that were not the best."""
+    device: str = "auto"
+    """Device of the policy: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ..."""
+    num_threads: int = 1
+    """torch's CPU threads; more make small policies slower, much so on busy cores."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SFTConfig:
+    """Options of supervised fine-tuning."""
+
+    seed: int = 0
+    """Names all random numbers of the run."""
+    name: str = "sft"
+    """Name of the set-up: the folder under runs/."""
+    run_dir: str | None = None
+    """Folder of the run; None is runs/<name>/<time>."""
+    resume: str = "never"
+    """``never``, ``auto`` (the newest complete checkpoint, if any) or a checkpoint."""
+    demos: DemonstrationConfig = field(default_factory=DemonstrationConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    update: SupervisedUpdateConfig = field(default_factory=SupervisedUpdateConfig)
+    train: SupervisedTrainConfig = field(default_factory=SupervisedTrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)

@@ -217,6 +217,16 @@ class UniformActionCodec(ActionCodec):
         self._span = self_high - self_low
         self._shift = self._zero_shift() if num_bins % 2 else torch.zeros_like(self_low)
 
+    @property
+    def low(self) -> Tensor:
+        """Lower bounds, ``[A]`` or one number, float64."""
+        return self._low
+
+    @property
+    def high(self) -> Tensor:
+        """Upper bounds likewise."""
+        return self._low + self._span
+
     def _zero_shift(self) -> Tensor:
         """Minus the centre that is closest to zero, where the range contains zero."""
         at_zero = torch.zeros_like(self._low)

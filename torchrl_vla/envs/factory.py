@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torchrl.data import Composite
@@ -140,6 +141,15 @@ def task_ids(cfg: EnvConfig) -> list[int]:
     return chosen
 
 
+def demonstration_files(cfg: EnvConfig, folder: Path) -> dict[int, Path]:
+    """LIBERO's own file of demonstrations of each task, by the benchmark's names."""
+    return {
+        task: folder / f"{Path(tasks.load_task(cfg.task_suite, task).bddl_file).stem}"
+        "_demo.hdf5"
+        for task in task_ids(cfg)
+    }
+
+
 def num_train_init_states(cfg: EnvConfig) -> int | None:
     """Initial states per task to train on; ``None`` for sampled ones without end."""
     if cfg.init_states == "sampled":
@@ -166,13 +176,13 @@ def evaluation_pairs(
 def sizes(specs: Composite) -> dict[str, int]:
     """What a policy must know of the specs of an environment that takes tokens."""
     action_spec = specs["input_spec", "full_action_spec"]
-    *_, chunk_size, action_dim = action_spec[keys.TOKENS].shape
     observation_spec = specs["output_spec", "full_observation_spec"]
-    state_dim = observation_spec[keys.STATE].shape[-1]
+    *_, chunk_size, action_dim = action_spec[keys.TOKENS].shape
     return {
         "chunk_size": chunk_size,
         "action_dim": action_dim,
-        "state_dim": state_dim,
+        "state_dim": observation_spec[keys.STATE].shape[-1],
+        "image_size": observation_spec[keys.IMAGE].shape[-1],
     }
 
 

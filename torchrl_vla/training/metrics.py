@@ -45,6 +45,24 @@ METRICS = (
     "seconds_eval",
 )
 
+SUPERVISED_METRICS = (
+    "iteration",
+    "train_loss",
+    "train_token_accuracy",
+    "val_loss",
+    "val_token_accuracy",
+    "optimizer_steps",
+    "learning_rate",
+    "grad_norm",
+    "eval_success_rate",
+    "eval_success_low",
+    "eval_success_high",
+    "eval_num_episodes",
+    "seconds_update",
+    "seconds_validate",
+    "seconds_eval",
+)
+
 
 def wilson_interval(
     num_success: int, num_episodes: int, z: float = 1.959964
@@ -74,17 +92,24 @@ def _number(text: str) -> float:
 
 
 class MetricsFile:
-    """``metrics.csv``: a row per iteration, a column per name in ``METRICS``.
+    """``metrics.csv``: a row per iteration, a column per metric.
 
     Args:
         path: of the file. What is there already is kept up to ``last_iteration`` (the
             iteration of the checkpoint that a run resumes from), so a resumed run's
             file is the one of an uninterrupted run.
         last_iteration: rows beyond are dropped; ``-1`` drops all.
+        names: of the columns.
     """
 
-    def __init__(self, path: Path, last_iteration: int = -1) -> None:
+    def __init__(
+        self,
+        path: Path,
+        last_iteration: int = -1,
+        names: tuple[str, ...] = METRICS,
+    ) -> None:
         self.path = path
+        self.names = names
         self.rows: list[dict[str, float]] = []
         if path.exists():
             with path.open(newline="") as file:
@@ -102,16 +127,16 @@ class MetricsFile:
         Raises:
             KeyError: for a metric that is not in ``METRICS`` (and so not documented).
         """
-        if unknown := set(row) - set(METRICS):
+        if unknown := set(row) - set(self.names):
             raise KeyError(f"metrics without a place in METRICS: {sorted(unknown)}")
         self.rows.append(row)
         with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, METRICS).writerow(row)
+            csv.DictWriter(file, self.names).writerow(row)
 
     def _write(self) -> None:
         partial = self.path.with_suffix(".partial")
         with partial.open("w", newline="") as file:
-            writer = csv.DictWriter(file, METRICS)
+            writer = csv.DictWriter(file, self.names)
             writer.writeheader()
             writer.writerows(self.rows)
         os.replace(partial, self.path)

@@ -2,8 +2,9 @@
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,57 @@ from tqdm import tqdm
 
 from torchrl_vla.training import report
 from torchrl_vla.training.evaluator import EvaluationResult
+from torchrl_vla.training.metrics import METRICS, SUPERVISED_METRICS
 from torchrl_vla.training.run_folder import RunFolder
 
-PHASES = ("collect", "update", "eval")
-COUNTED = {
-    "num_episodes": "episodes_played",
-    "num_decisions": "decisions_played",
-    "num_env_steps": "env_steps_played",
-    "num_optimizer_steps": "optimizer_steps",
-}
+
+@dataclass(frozen=True)
+class Recording:
+    """What a kind of run records.
+
+    Attributes:
+        metrics: columns of ``metrics.csv``.
+        phases: what is timed.
+        totals: totals of the summary, and the metric that each adds up.
+        shown: labels on the progress bar, and the metric of each (text format).
+        counters: further counters and their first value. ``initial_success_rate``:
+            the first evaluation comes before training.
+        save_curves: draws the rows of ``metrics.csv`` into a file.
+    """
+
+    metrics: tuple[str, ...]
+    phases: tuple[str, ...]
+    totals: Mapping[str, str]
+    shown: Mapping[str, tuple[str, str]]
+    counters: Mapping[str, Any]
+    save_curves: Callable[[Path, list[dict[str, float]]], None]
+
+
+GRPO = Recording(
+    metrics=METRICS,
+    phases=("collect", "update", "eval"),
+    totals={
+        "num_episodes": "episodes_played",
+        "num_decisions": "decisions_played",
+        "num_env_steps": "env_steps_played",
+        "num_optimizer_steps": "optimizer_steps",
+    },
+    shown={"sampled": ("success_rate", ".3f"), "kept": ("groups_kept", ".0f")},
+    counters={"initial_success_rate": None, "empty_iterations": 0},
+    save_curves=report.save_curves,
+)
+SUPERVISED = Recording(
+    metrics=SUPERVISED_METRICS,
+    phases=("update", "validate", "eval"),
+    totals={"num_optimizer_steps": "optimizer_steps"},
+    shown={
+        "loss": ("train_loss", ".3f"),
+        "val_loss": ("val_loss", ".3f"),
+        "val_accuracy": ("val_token_accuracy", ".3f"),
+    },
+    counters={},
+    save_curves=report.save_supervised_curves,
+)
 
 
 class Recorder(AbstractContextManager):
@@ -30,6 +73,7 @@ class Recorder(AbstractContextManager):
         counters: totals of the parts of the run before this one; empty for a new run.
         num_iterations: of the whole run.
         logger: a TorchRL logger that gets every metric too, or ``None``.
+        recording: what this kind of run records.
 
     Attributes:
         counters: totals of the whole run so far.
@@ -42,22 +86,23 @@ class Recorder(AbstractContextManager):
         counters: Mapping[str, Any],
         num_iterations: int,
         logger: Any = None,
+        recording: Recording = GRPO,
     ) -> None:
         self.folder = folder
-        self.metrics = folder.open_metrics()
+        self.recording = recording
+        self.metrics = folder.open_metrics(recording.metrics)
         self.logger = logger
         self.counters: dict[str, Any] = {
-            "initial_success_rate": None,
+            **recording.counters,
             "final_success_rate": None,
             "num_iterations": 0,
-            "empty_iterations": 0,
-            **dict.fromkeys(COUNTED, 0),
+            **dict.fromkeys(recording.totals, 0),
             "seconds_total": 0.0,
-            **{f"seconds_{phase}": 0.0 for phase in PHASES},
+            **{f"seconds_{phase}": 0.0 for phase in recording.phases},
             **counters,
         }
         self.result: EvaluationResult | None = None
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._seconds = dict.fromkeys(recording.phases, 0.0)
         self._last = time.perf_counter()
         self._bar = tqdm(
             total=num_iterations,
@@ -83,7 +128,7 @@ class Recorder(AbstractContextManager):
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Count the seconds of a phase: ``collect``, ``update`` or ``eval``."""
+        """Count the seconds of a phase: ``update``, ``eval``, ..."""
         start = time.perf_counter()
         yield
         self._seconds[phase] += time.perf_counter() - start
@@ -105,7 +150,7 @@ class Recorder(AbstractContextManager):
     def evaluated(self, result: EvaluationResult) -> dict[str, float]:
         """Take note of an evaluation; returns its metrics."""
         self.result = result
-        if self.counters["initial_success_rate"] is None:
+        if self.counters.get("initial_success_rate", 0) is None:
             self.counters["initial_success_rate"] = result.success_rate
         self.counters["final_success_rate"] = result.success_rate
         low, high = result.interval
@@ -119,11 +164,11 @@ class Recorder(AbstractContextManager):
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of an iteration everywhere and move the bar."""
         row: dict[str, float] = {"iteration": iteration, **metrics}
-        for phase in PHASES:
+        for phase in self.recording.phases:
             row[f"seconds_{phase}"] = round(self._seconds[phase], 4)
             self.counters[f"seconds_{phase}"] += self._seconds[phase]
             self._seconds[phase] = 0.0
-        for total, name in COUNTED.items():
+        for total, name in self.recording.totals.items():
             self.counters[total] += int(metrics.get(name, 0))
         self._count_seconds()
         self.counters["num_iterations"] = iteration
@@ -141,21 +186,22 @@ class Recorder(AbstractContextManager):
     def _show(self, iteration: int, metrics: Mapping[str, float]) -> None:
         greedy = self.counters["final_success_rate"]
         shown = {} if greedy is None else {"greedy": f"{greedy:.3f}"}
-        if "success_rate" in metrics:
-            shown["sampled"] = f"{metrics['success_rate']:.3f}"
-            shown["kept"] = f"{metrics['groups_kept']:.0f}"
+        for label, (name, form) in self.recording.shown.items():
+            if name in metrics:
+                shown[label] = f"{metrics[name]:{form}}"
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(iteration - self._bar.n)
 
-    def finish(self, fps: float) -> dict[str, Any]:
+    def finish(self, fps: float, **further: Any) -> dict[str, Any]:
         """Draw the curves, write videos and ``summary.json``; returns the summary.
 
         Args:
             fps: frames of a video per second.
+            further: entries of the summary.
         """
         assert self.result is not None, "finish comes after an evaluation"
         path, result = self.folder.path, self.result
-        report.save_curves(path / "curves.png", self.metrics.rows)
+        self.recording.save_curves(path / "curves.png", self.metrics.rows)
         for (task, start), frames in result.videos.items():
             outcome = "success" if result.success[task, start] else "failure"
             name = f"task{task}_start{start}_{outcome}.mp4"
@@ -165,15 +211,17 @@ class Recorder(AbstractContextManager):
             name: round(value, 4) if isinstance(value, float) else value
             for name, value in self.counters.items()
         }
+        summary |= further
         summary["num_eval_episodes"] = len(result.success)
         summary["evaluation"] = result.summary()
         summary["versions"] = report.versions()
         report.save_json(path / "summary.json", summary)
         low, high = result.interval
+        before = summary.get("initial_success_rate")
+        start = "" if before is None else f", from {before:.3f}"
         self.say(
             f"greedy success rate {result.success_rate:.3f} [{low:.3f}, {high:.3f}] "
-            f"over {len(result.success)} episodes, from "
-            f"{summary['initial_success_rate']:.3f}; {summary['num_iterations']} "
+            f"over {len(result.success)} episodes{start}; {summary['num_iterations']} "
             f"iterations in {summary['seconds_total']:.0f} s\n"
             f"{path}/summary.json, curves.png, metrics.csv, videos/"
         )

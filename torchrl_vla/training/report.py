@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -54,16 +54,22 @@ def save_video(path: Path, frames: np.ndarray, fps: float) -> None:
 
 def save_curves(path: Path, rows: Sequence[dict[str, float]]) -> None:
     """Plot success, groups and the update's health over iterations."""
+    _save_panels(path, rows, (_plot_success, _plot_groups, _plot_update))
+
+
+def save_supervised_curves(path: Path, rows: Sequence[dict[str, float]]) -> None:
+    """Plot loss, token accuracy and success over iterations."""
+    _save_panels(path, rows, (_plot_loss, _plot_accuracy, _plot_success))
+
+
+def _save_panels(path: Path, rows, plots: Sequence[Callable]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
-    success, groups, update = figure.subplots(1, 3)
-    _plot_success(success, rows)
-    _plot_groups(groups, rows)
-    _plot_update(update, rows)
-    for axes in (success, groups, update):
+    for plot, axes in zip(plots, figure.subplots(1, len(plots)), strict=True):
+        plot(axes, rows)
         axes.set_xlabel("iteration")
         axes.spines[["top", "right"]].set_visible(False)
     partial = path.with_suffix(".partial.png")
@@ -115,3 +121,19 @@ def _plot_update(axes, rows) -> None:
     entropy.spines["top"].set_visible(False)
     lines = axes.lines + entropy.lines
     axes.legend(lines, [line.get_label() for line in lines], frameon=False)
+
+
+def _plot_loss(axes, rows) -> None:
+    axes.set_title("cross-entropy of a token (nat)")
+    axes.plot(*_series(rows, "train_loss"), color="0.6", label="training")
+    axes.plot(*_series(rows, "val_loss"), color="C0", label="validation")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+
+
+def _plot_accuracy(axes, rows) -> None:
+    axes.set_title("token accuracy")
+    axes.plot(*_series(rows, "train_token_accuracy"), color="0.6", label="training")
+    axes.plot(*_series(rows, "val_token_accuracy"), color="C0", label="validation")
+    axes.set_ylim(0, 1.02)
+    axes.legend(loc="lower right", frameon=False)

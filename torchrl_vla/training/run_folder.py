@@ -6,7 +6,7 @@ from typing import Any
 
 from torchrl_vla.config.load import save_config
 from torchrl_vla.training import checkpoint, report
-from torchrl_vla.training.metrics import MetricsFile
+from torchrl_vla.training.metrics import METRICS, MetricsFile
 
 # What may change between the parts of a run: none of it moves what is learned.
 MAY_DIFFER = frozenset(
@@ -30,6 +30,10 @@ MAY_DIFFER = frozenset(
     }
 )
 
+# The learning rate of supervised fine-tuning falls over all iterations, and what is
+# best is decided by patience: both stay.
+SUPERVISED_MAY_DIFFER = MAY_DIFFER - {"train.num_iterations"}
+
 
 class RunFolder:
     """``config.yaml``, ``metrics.csv``, ``curves.png``, ``videos/``, ``checkpoints/``
@@ -41,6 +45,8 @@ class RunFolder:
         name: of the set-up.
         resume: ``never``, ``auto`` or a checkpoint file.
         options: all options of this run, nested.
+        may_differ: dotted names, or sections, that may change between the parts of a
+            run.
 
     Raises:
         CheckpointError: when another run would be written over, a named checkpoint is
@@ -48,7 +54,12 @@ class RunFolder:
     """
 
     def __init__(
-        self, run_dir: str | None, name: str, resume: str, options: dict[str, Any]
+        self,
+        run_dir: str | None,
+        name: str,
+        resume: str,
+        options: dict[str, Any],
+        may_differ: frozenset[str] = MAY_DIFFER,
     ) -> None:
         runs = Path("runs") / name
         self.path = Path(run_dir) if run_dir else runs / time.strftime("%Y%m%d-%H%M%S")
@@ -57,7 +68,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.state = self._find_state(resume)
         if self.state is not None:
-            checkpoint.check_same_options(self.state["options"], options, MAY_DIFFER)
+            checkpoint.check_same_options(self.state["options"], options, may_differ)
         self.options = options
 
     def _find_state(self, resume: str) -> dict[str, Any] | None:
@@ -81,12 +92,12 @@ class RunFolder:
         """Whether a run can go on from here."""
         return bool(checkpoint.list_checkpoints(self.checkpoints))
 
-    def open_metrics(self) -> MetricsFile:
+    def open_metrics(self, names: tuple[str, ...] = METRICS) -> MetricsFile:
         """Create the folder, its ``config.yaml`` and its ``metrics.csv``."""
         self.path.mkdir(parents=True, exist_ok=True)
         save_config(self.options, self.path / "config.yaml")
         last = -1 if self.state is None else self.iteration
-        return MetricsFile(self.path / "metrics.csv", last)
+        return MetricsFile(self.path / "metrics.csv", last, names)
 
     def restore(self, parts: dict[str, Any]) -> dict[str, Any]:
         """Load the checkpoint into ``parts``; returns its counters."""

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_vla.data.action_codec import OpenVLAActionCodec
+from torchrl_vla.data.dataset_statistics import check_statistics
 from torchrl_vla.data.normalization import NormalizationStatistics
 from torchrl_vla.modules.openvla_oft import folders
+from torchrl_vla.modules.policy_file import ORIGIN
 
 FILE = "dataset_statistics.json"
 _SUFFIX = "_no_noops"
@@ -32,14 +34,20 @@ def load_statistics(
 
     Raises:
         FileNotFoundError: when ``statistics_folder`` has no such file.
+        ValueError: when the checkpoint was fine-tuned here with other statistics.
     """
     folder = folders.find_folder(folder_or_hub_id, revision)
     config = folder / "config.json"
     found = dict(folders.read_json(config).get("norm_stats") or {})
+    beside = folder
     if statistics_folder is not None:
-        found |= folders.read_json(folders.find_folder(statistics_folder) / FILE)
+        beside = folders.find_folder(statistics_folder)
+        found |= folders.read_json(beside / FILE)
     elif (folder / FILE).is_file():
         found |= folders.read_json(folder / FILE)
+    if (folder / ORIGIN).is_file():  # written by supervised fine-tuning
+        expected = folders.read_json(folder / ORIGIN)["statistics_id"]
+        check_statistics(beside / FILE, expected, str(folder))
     return found
 
 

@@ -65,6 +65,8 @@ class Demonstrator:
         self._hand = model.site("gripper0_grip_site").id
         names = ("gripper0_leftfinger", "gripper0_rightfinger")
         self._fingers = [model.body(name).id for name in names]
+        joints = (f"gripper0_finger_joint{number}" for number in (1, 2))
+        self._finger_speeds = [model.joint(name).dofadr[0] for name in joints]
         self._control = model.actuator("gripper0_gripper_finger_joint1").id
         self._object = _main_body(model, self.goal.object_name)
         sites = {model.site(number).name for number in range(model.nsite)}
@@ -121,6 +123,7 @@ class Demonstrator:
             hand=data.site_xpos[self._hand].copy(),
             hand_angle_rad=float(np.arctan2(line[1], line[0])),
             grip=float(np.clip(1.0 - opening / widest, 0.0, 1.0)),
+            finger_speed_m_s=float(np.abs(data.qvel[self._finger_speeds]).max()),
             object_position=position,
             object_bottom_m=float(bottom_m),
             clearance_m=self._free_below(position, bottom_m, data),

@@ -20,10 +20,12 @@ HOVER_M = 0.10
 """Height above the grasp from which the hand comes down."""
 FUNNEL = 4.0
 """Height that a hand is kept above its goal per distance beside it (m per m)."""
-REACH_M = 0.008
+REACH_M = 0.012
 """Distance from the grasp at which the fingers begin to close."""
 SLIP_M = 0.03
 """Distance from the grasp up to which closed fingers are taken to hold the object."""
+STILL_M_S = 0.02
+"""Speed of the fingers below which they have closed on something."""
 LIFT_M = 0.02
 """Free height below the object from which on it moves sideways."""
 
@@ -60,6 +62,7 @@ class PickState(NamedTuple):
         hand: point between the fingertips, ``[3]``.
         hand_angle_rad: of the line of the fingers in the horizontal plane.
         grip: how far the fingers are told to close, 0 (open) to 1.
+        finger_speed_m_s: at which the fingers close or open.
         object_position: origin of its body, ``[3]``.
         object_bottom_m: height of its lowest point.
         clearance_m: from its lowest point down to what is below its middle.
@@ -69,6 +72,7 @@ class PickState(NamedTuple):
     hand: np.ndarray
     hand_angle_rad: float
     grip: float
+    finger_speed_m_s: float
     object_position: np.ndarray
     object_bottom_m: float
     clearance_m: float
@@ -101,7 +105,7 @@ def choose_phase(state: PickState, pose: GraspPose, placement: Placement) -> str
     if is_near and -to_target[2] < placement.release_m + 0.005:
         return "open" if is_closing else "retreat"
     if is_closing and np.linalg.norm(to_grasp) < SLIP_M:
-        if state.grip < 1.0:
+        if state.grip < 1.0 or state.finger_speed_m_s > STILL_M_S:
             return "close"
         if is_near:
             return "lower"

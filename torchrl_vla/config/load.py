@@ -6,14 +6,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_vla.config.rules import ConfigError, check
-from torchrl_vla.config.schema import Config
+from torchrl_vla.config.schema import Config, DemosConfig
 
 GROUPS = ("env", "policy", "logger", "experiment")
 
@@ -21,30 +21,44 @@ GROUPS = ("env", "policy", "logger", "experiment")
 USER_ERRORS = (ValueError, ModuleNotFoundError, ChildProcessError, FloatingPointError)
 
 ConfigStore.instance().store(name="schema", node=Config)
+ConfigStore.instance().store(name="demos_schema", node=DemosConfig)
+
+Options = TypeVar("Options", Config, DemosConfig)
 
 
 def load_config(raw: DictConfig | dict | None = None) -> Config:
+    """Options of reinforcement fine-tuning; see :func:`load_options`.
+
+    Example:
+        >>> load_config({"rollout": {"num_groups": 8}}).rollout.num_groups
+        8
+    """
+    return load_options(raw, Config)
+
+
+def load_options(raw: DictConfig | dict | None, schema: type[Options]) -> Options:
     """Merge options over the defaults and check them.
 
     Args:
         raw: what Hydra composed, or a nested dict with the differences.
+        schema: ``Config`` or ``DemosConfig``.
 
     Raises:
         ConfigError: for an unknown option, a value of the wrong type, or options that
             contradict each other.
 
     Example:
-        >>> load_config({"rollout": {"num_groups": 8}}).rollout.num_groups
-        8
+        >>> load_options({"env": {"name": "libero"}}, DemosConfig).num_episodes
+        10
     """
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), raw or {})
+        merged = OmegaConf.merge(OmegaConf.structured(schema), raw or {})
         cfg = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         # The lines behind the first name classes, which nobody can set.
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{error.full_key}: {reason}") from error
-    assert isinstance(cfg, Config)
+    assert isinstance(cfg, schema)
     check(cfg)
     return cfg
 
@@ -54,10 +68,10 @@ def save_config(options: dict[str, Any], path: Path) -> None:
     OmegaConf.save(OmegaConf.create(options), path)
 
 
-def option_names() -> list[str]:
+def option_names(schema: type = Config) -> list[str]:
     """All options, dotted: ``seed``, ``env.chunk_size``, ..."""
     names = []
-    for option in dataclasses.fields(Config):
+    for option in dataclasses.fields(schema):
         section = option.default_factory
         if dataclasses.is_dataclass(section):
             names += [f"{option.name}.{f.name}" for f in dataclasses.fields(section)]
@@ -66,13 +80,13 @@ def option_names() -> list[str]:
     return names
 
 
-def check_command_line(arguments: Sequence[str]) -> None:
+def check_command_line(arguments: Sequence[str], schema: type = Config) -> None:
     """Refuse an override of an option that does not exist, and name the closest ones.
 
     Raises:
         SystemExit: with one line per unknown option.
     """
-    known = [*option_names(), *GROUPS]
+    known = [*option_names(schema), *GROUPS]
     problems = []
     for argument in arguments:
         name = argument.split("=")[0].lstrip("+~").split("@")[0]

@@ -1,8 +1,9 @@
 """What must hold between options, checked before anything is built."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from torchrl_vla.config.schema import Config
+from torchrl_vla.config.schema import Config, DemosConfig
 
 
 class ConfigError(ValueError):
@@ -66,9 +67,12 @@ POSITIVE = (
 )
 
 
-def check(cfg: Config) -> None:
+def check(cfg: Config | DemosConfig) -> None:
     """Raise one :class:`ConfigError` that lists everything that is wrong."""
-    problems = [*_choices(cfg), *_ranges(cfg)] or [*_relations(cfg)]
+    if isinstance(cfg, DemosConfig):
+        problems = [*_demos_problems(cfg)]
+    else:
+        problems = [*_choices(cfg), *_ranges(cfg)] or [*_relations(cfg)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -228,3 +232,19 @@ def _policy_relations(cfg: Config) -> Iterator[str]:
         )
     if policy.name == "openvla_oft" and env.name == "toy":
         yield "policy.name=openvla_oft: needs a robot simulator; use env=libero"
+
+
+def _demos_problems(cfg: DemosConfig) -> Iterator[str]:
+    # Everything but env is as by default; actions are played one by one, not in chunks.
+    others = Config(env=replace(cfg.env, chunk_size=1))
+    yield from [*_choices(others), *_ranges(others)] or _env_relations(others)
+    if cfg.env.name == "toy":
+        yield f"env.name={cfg.env.name}: the expert plays LIBERO; use env=libero"
+    if cfg.env.init_states != "sampled":
+        yield (
+            f"env.init_states={cfg.env.init_states}: official starts are for "
+            "evaluation; use env.init_states=sampled"
+        )
+    for name, lowest in (("num_episodes", 1), ("max_failures", 0), ("noise_std", 0)):
+        if not (value := getattr(cfg, name)) >= lowest:
+            yield f"{name}={value}: must be at least {lowest}"

@@ -14,7 +14,7 @@ class Goal(NamedTuple):
         predicate: ``In`` or ``On``.
         object_name: an instance, ``alphabet_soup_1`` for instance.
         object_kind: what it is an instance of, ``alphabet_soup``.
-        target_name: an instance (``plate_1``) or a region (``basket_1_contain_region``).
+        target_name: an instance, ``plate_1``, or a region, ``basket_1_contain_region``.
         target_kind: kind of the instance, or of the one that the region belongs to.
     """
 

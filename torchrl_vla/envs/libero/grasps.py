@@ -1,6 +1,6 @@
 """Where to hold an object with a hand that points down, and how not to hit others."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +17,10 @@ PALM_M = 0.03
 """Height of the palm above the point between the fingertips."""
 FREE_M = 0.008
 """Distance to other things that is enough."""
-TURNS_RAD = (0.0, np.pi / 4, -np.pi / 4, np.pi / 2)
-"""Turns of the hand that are tried around round objects, the dearest last."""
+UNTURNED_RAD = np.pi / 2
+"""Line of the fingers at the start of an episode: along the world's y axis."""
+TURNS_RAD = tuple(np.pi / 8 * n for n in (0, 1, -1, 2, -2, 3, -3, 4))
+"""Turns of the hand from there that are tried around round objects."""
 
 
 class Grasp(NamedTuple):
@@ -68,16 +70,13 @@ class GraspPose(NamedTuple):
     angle_rad: float
 
 
-def grasp_poses(
-    grasp: Grasp, rotation: np.ndarray, angle_rad: float, side: float
-) -> Iterator[GraspPose]:
+def grasp_poses(grasp: Grasp, rotation: np.ndarray, side: float) -> Iterator[GraspPose]:
     """Ways to hold an object, the ones that turn the hand least first.
 
     Args:
         grasp: how its kind is held.
         rotation: of its body, ``[3, 3]``.
-        angle_rad: line of the fingers now.
-        side: 1 or -1, the side of a rim that is tried first along that line.
+        side: 1 or -1, the side of a rim that is tried first along the fingers' line.
     """
     up = np.array([0.0, 0.0, grasp.height_m])
     if grasp.across is not None:
@@ -87,7 +86,7 @@ def grasp_poses(
             yield GraspPose(up + slide_m * along, float(np.arctan2(y, x)))
         return
     for turn in TURNS_RAD:
-        angle = angle_rad + turn
+        angle = UNTURNED_RAD + turn
         radial = np.array([np.cos(angle), np.sin(angle), 0.0])
         for sign in (side, -side) if grasp.rim_m else (side,):
             yield GraspPose(up + sign * grasp.rim_m * radial, angle)
@@ -126,7 +125,7 @@ def free_distance(point: np.ndarray, angle_rad: float, boxes: np.ndarray) -> flo
 
 
 def choose_grasp(
-    poses: Iterator[GraspPose], position: np.ndarray, boxes: np.ndarray
+    poses: Iterable[GraspPose], position: np.ndarray, boxes: np.ndarray
 ) -> GraspPose:
     """The first pose at which the hand is free of other things, or the freest one.
 

@@ -29,7 +29,7 @@ from torchrl_vla.envs.libero.tasks import (
     num_tasks,
 )
 
-REACH_M = 0.73
+STRETCHED_M = 0.73
 """Horizontal distance from the robot's base at which the elbow is nearly straight."""
 
 
@@ -153,7 +153,7 @@ class Expert:
 
         def is_far(pose: GraspPose) -> bool:
             reach = state.object_position + pose.offset - data.xpos[self._base]
-            return bool(np.linalg.norm(reach[:2]) > REACH_M)
+            return bool(np.linalg.norm(reach[:2]) > STRETCHED_M)
 
         poses = sorted(grasp_poses(self.grasp, rotation, side), key=is_far)
         boxes = bounding_boxes(self._model, data, self._obstacles)

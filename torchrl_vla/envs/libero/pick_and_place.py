@@ -17,6 +17,9 @@ FULL_SPEED_AT_RAD = 0.5
 """Yaw error from which on the hand turns as fast as it can."""
 YAW_TOLERANCE_RAD = 0.1
 """Yaw errors below are left alone, so that rotations are zero where none is needed."""
+YAW_LIMIT_RAD = 0.15
+"""Yaw error above which the hand does not come down; above the tolerance, so that it
+cannot come to rest between the two."""
 HOVER_M = 0.10
 """Height above the grasp from which the hand comes down."""
 FUNNEL = 4.0
@@ -110,6 +113,16 @@ def yaw_error(state: PickState, pose: GraspPose) -> float:
     return float((error + np.pi / 2) % np.pi - np.pi / 2)  # the fingers are alike
 
 
+def is_turned(state: PickState, pose: GraspPose) -> bool:
+    """Whether the hand's yaw is good enough to hold the object.
+
+    Args:
+        state: what the controller sees.
+        pose: where the object is to be held.
+    """
+    return abs(yaw_error(state, pose)) < YAW_LIMIT_RAD
+
+
 def choose_phase(state: PickState, pose: GraspPose, placement: Placement) -> str:
     """The phase that a state is in, one of ``PHASES``.
 
@@ -130,8 +143,7 @@ def choose_phase(state: PickState, pose: GraspPose, placement: Placement) -> str
         if is_near:
             return "lower"
         return "lift" if state.clearance_m < LIFT_M else "carry"
-    is_turned = abs(yaw_error(state, pose)) < 1.5 * YAW_TOLERANCE_RAD
-    if np.linalg.norm(to_grasp) < REACH_M and is_turned:
+    if np.linalg.norm(to_grasp) < REACH_M and is_turned(state, pose):
         return "close"
     return "above" if np.linalg.norm(to_grasp[:2]) > REACH_M else "down"
 
@@ -152,8 +164,7 @@ def choose_motion(
     rise = state.target[2] + placement.carry_m - state.object_bottom_m
     if phase in ("above", "down"):
         beside = np.linalg.norm(to_grasp[:2])
-        is_turned = abs(yaw_error(state, pose)) < 1.5 * YAW_TOLERANCE_RAD
-        is_ready = is_turned and state.grip < 0.5
+        is_ready = is_turned(state, pose) and state.grip < 0.5
         height = FUNNEL * max(beside - REACH_M, 0.0) if is_ready else HOVER_M
         return to_grasp + [0.0, 0.0, min(height, HOVER_M)]
     return {

@@ -46,13 +46,8 @@ def run(cfg: DemosConfig) -> dict[str, Any]:
 
     with ExitStack() as stack:
         writer = stack.enter_context(DemonstrationWriter(folder, fps=FPS))
-        env = LiberoEnv(
-            cfg.env.task_suite,
-            tasks[0],
-            init_states="sampled",
-            **envs.libero_arguments(cfg.env),
-            seed=cfg.seed,
-        )
+        arguments = {**envs.libero_arguments(cfg.env), "num_envs": None}
+        env = LiberoEnv(**arguments, init_states="sampled", seed=cfg.seed)
         stack.callback(env.close, raise_if_closed=False)
         bar = stack.enter_context(tqdm(total=len(tasks) * cfg.num_episodes))
         for task_id in tasks:

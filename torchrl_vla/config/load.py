@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_vla.config.rules import ConfigError, check
-from torchrl_vla.config.schema import Config, SFTConfig
+from torchrl_vla.config.schema import Config, DemosConfig, SFTConfig
 
 GROUPS = ("env", "policy", "logger", "experiment")
 
@@ -22,8 +22,9 @@ USER_ERRORS = (ValueError, ModuleNotFoundError, ChildProcessError, FloatingPoint
 
 ConfigStore.instance().store(name="schema", node=Config)
 ConfigStore.instance().store(name="sft_schema", node=SFTConfig)
+ConfigStore.instance().store(name="demos_schema", node=DemosConfig)
 
-Options = TypeVar("Options", Config, SFTConfig)
+Options = TypeVar("Options", Config, SFTConfig, DemosConfig)
 
 
 def load_config(raw: DictConfig | dict | None = None) -> Config:
@@ -41,15 +42,15 @@ def load_options(raw: DictConfig | dict | None, schema: type[Options]) -> Option
 
     Args:
         raw: what Hydra composed, or a nested dict with the differences.
-        schema: ``Config`` or ``SFTConfig``.
+        schema: ``Config``, ``SFTConfig`` or ``DemosConfig``.
 
     Raises:
         ConfigError: for an unknown option, a value of the wrong type, or options that
             contradict each other.
 
     Example:
-        >>> load_options({"demos": {"path": "demos"}}, SFTConfig).demos.format
-        'lerobot'
+        >>> load_options({"env": {"name": "libero"}}, DemosConfig).num_episodes
+        10
     """
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), raw or {})

@@ -1,9 +1,10 @@
 """What must hold between options, checked before anything is built."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from torchrl_vla.config.schema import Config, SFTConfig
+from torchrl_vla.config.schema import Config, DemosConfig, SFTConfig
 
 
 class ConfigError(ValueError):
@@ -95,11 +96,13 @@ SFT_AT_LEAST = {
 }
 
 
-def check(cfg: Config | SFTConfig) -> None:
+def check(cfg: Config | SFTConfig | DemosConfig) -> None:
     """Raise one :class:`ConfigError` that lists everything that is wrong."""
     if isinstance(cfg, SFTConfig):
         problems = [*_choices(cfg, SFT_CHOICES), *_sft_ranges(cfg)]
         problems = problems or [*_sft_relations(cfg)]
+    elif isinstance(cfg, DemosConfig):
+        problems = [*_demos_problems(cfg)]
     else:
         problems = [*_choices(cfg, CHOICES), *_ranges(cfg)] or [*_relations(cfg)]
     if problems:
@@ -290,3 +293,19 @@ def _sft_relations(cfg: SFTConfig) -> Iterator[str]:
             "demos.path is not set: give a folder of demonstrations (LeRobot v3.0), or "
             "demos.format=libero_hdf5 and the benchmark's files"
         )
+
+
+def _demos_problems(cfg: DemosConfig) -> Iterator[str]:
+    # Everything but env is as by default; actions are played one by one, not in chunks.
+    others = Config(env=replace(cfg.env, chunk_size=1))
+    yield from [*_choices(others, CHOICES), *_ranges(others)] or _env_relations(others)
+    if cfg.env.name == "toy":
+        yield f"env.name={cfg.env.name}: the expert plays LIBERO; use env=libero"
+    if cfg.env.init_states != "sampled":
+        yield (
+            f"env.init_states={cfg.env.init_states}: official starts are for "
+            "evaluation; use env.init_states=sampled"
+        )
+    for name, lowest in (("num_episodes", 1), ("max_failures", 0), ("noise_std", 0)):
+        if not (value := getattr(cfg, name)) >= lowest:
+            yield f"{name}={value}: must be at least {lowest}"

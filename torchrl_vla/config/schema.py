@@ -304,3 +304,20 @@ class SFTConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class DemosConfig:
+    """Options of collecting demonstrations with LIBERO's scripted expert."""
+
+    seed: int = 0
+    """Names the starts and the noise."""
+    folder: str | None = None
+    """Folder that is written; None is demos/<task_suite>."""
+    num_episodes: int = 10
+    """Successful episodes per task."""
+    max_failures: int = 10
+    """Episodes per task that may fail; they are left out."""
+    noise_std: float = 0.15
+    """Noise on the translation, in units of the action; shows how to recover."""
+    env: EnvConfig = field(default_factory=EnvConfig)

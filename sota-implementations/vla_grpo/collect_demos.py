@@ -6,7 +6,8 @@
     python collect_demos.py --help                        # options
 
 Starts are sampled ones, so the official initial states stay unseen. Pictures are taken
-before every action, at the size that the policy will see. Episodes in which the expert
+before every action, at the size that the policy will see. The noise (noise_std) is on
+what is played; what is written is the action that was meant. Episodes in which the expert
 fails are left out, and the next start is played instead.
 """
 
@@ -108,14 +109,16 @@ def play(
     seen, actions = [], []
     while not td["done"]:
         seen.append(td["observation"])
-        actions.append(torch.from_numpy(expert.act(0)).float())
-        td = env.step(td.set("action", actions[-1]))["next"]
+        meant = expert.act()
+        actions.append(meant.astype(np.float32))
+        played = torch.from_numpy(expert.disturb(meant)).float()
+        td = env.step(td.set("action", played))["next"]
     return Demonstration(
         images={
             name: np.stack([frame(one, name) for one in seen]) for name in env.cameras
         },
         state=np.stack([one["state"].numpy() for one in seen]),
-        action=torch.stack(actions).numpy(),
+        action=np.stack(actions),
         instruction=td[keys.INSTRUCTION],
         task_id=task_id,
         init_state_id=init_state_id,

@@ -40,7 +40,9 @@ def play(env, expert, init_state_ids, max_steps=280):
     lengths, first = [None, None], None
     for step in range(1, max_steps + 1):
         waiting = [index for index in (0, 1) if lengths[index] is None]
-        actions = np.array([expert.act(index) for index in waiting])
+        actions = np.array(
+            [expert.disturb(expert.act(index), index) for index in waiting]
+        )
         first = actions if first is None else first
         for index, success in zip(
             waiting, env.simulation.step(waiting, actions), strict=True
@@ -64,7 +66,12 @@ def test_noise_is_named_by_the_start_and_does_not_keep_it_from_succeeding(
     other = expert_module.Expert(env.simulation, noise_std=0.2, seed=6)
     other.start(0, 3)
     env.reset(init_state_id=3)
-    assert np.abs(other.act(0) - first[0]).max() > 1e-3
+    quiet = expert_module.Expert(env.simulation)
+    quiet.start(0, 3)
+    meant = other.act()
+    np.testing.assert_array_equal(meant, quiet.act())
+    np.testing.assert_array_equal(meant, quiet.disturb(meant))
+    assert np.abs(other.disturb(meant) - first[0]).max() > 1e-3
     assert np.abs(first).max() <= 1
 
 

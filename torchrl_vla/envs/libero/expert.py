@@ -141,10 +141,17 @@ class Expert:
         pose = self._poses[index]
         if pose is None or choose_phase(state, pose, self.placement) == "above":
             pose = self._poses[index] = self._choose_grasp(state, index)
-        action = choose_action(state, pose, self.placement)
-        noise = self.noise_std * self._noise[index].standard_normal(3)
-        action[:3] = np.clip(action[:3] + noise, -1.0, 1.0)
-        return action
+        return choose_action(state, pose, self.placement)
+
+    def disturb(self, action: np.ndarray, index: int = 0) -> np.ndarray:
+        """The action to play instead of one that was meant, with noise.
+
+        Where it leads, the next action shows how to come back. What was meant is what a
+        policy should learn (DART, arXiv:1703.09327).
+        """
+        noise = np.zeros(7)
+        noise[:3] = self.noise_std * self._noise[index].standard_normal(3)
+        return np.clip(action + noise, -1.0, 1.0)
 
     def _choose_grasp(self, state: PickState, index: int) -> GraspPose:
         data = self.simulation.members[index].data
@@ -257,7 +264,7 @@ def play_official(
 
 def _play(simulation: Simulation, expert: Expert, max_episode_steps: int) -> int | None:
     for step in range(1, max_episode_steps + 1):
-        if simulation.step([0], expert.act(0)[None])[0]:
+        if simulation.step([0], expert.disturb(expert.act())[None])[0]:
             return step
     return None
 

@@ -7,8 +7,8 @@
 
 Starts are sampled ones, so the official initial states stay unseen. Pictures are taken
 before every action, at the size that the policy will see. The noise (noise_std) is on
-what is played; what is written is the action that was meant. Episodes in which the expert
-fails are left out, and the next start is played instead.
+what is played; what is written is the action that was meant. Episodes in which the
+expert fails are left out, and the next start is played instead.
 """
 
 import itertools

@@ -14,8 +14,8 @@ from torchrl_vla.data.action_chunks import ActionChunks
 from torchrl_vla.data.action_codec import UniformActionCodec
 from torchrl_vla.data.demonstrations import Demonstration
 from torchrl_vla.modules import CompactPolicy
+from torchrl_vla.training.early_stopping import EarlyStopping
 from torchrl_vla.training.supervised import (
-    EarlyStopping,
     cosine_factor,
     make_trainer,
     token_cross_entropy,

@@ -149,6 +149,20 @@ def test_images_are_moved_in_training_and_not_in_validation():
     assert sum(map(bool, same)) < 4, "1 of 25 shifts is none"
 
 
+def test_every_step_has_an_augmentation_of_its_own():
+    _, trainer = make(cameras=("image",))
+    seeds = []
+    batch = trainer.training.batch
+
+    def noted(rows, *, seed, shift_px):
+        seeds.append(seed)
+        return batch(rows, seed=seed, shift_px=shift_px)
+
+    trainer.training.batch = noted
+    trainer.train(3)
+    assert len(set(seeds)) == 3
+
+
 def test_resumed_steps_are_the_same_bit_for_bit():
     policy, trainer = make(cameras=("image",))
     trainer.train(3)

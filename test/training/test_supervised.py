@@ -14,8 +14,8 @@ from torchrl_vla.data.action_chunks import ActionChunks
 from torchrl_vla.data.action_codec import UniformActionCodec
 from torchrl_vla.data.demonstrations import Demonstration
 from torchrl_vla.modules import CompactPolicy
+from torchrl_vla.training.early_stopping import EarlyStopping
 from torchrl_vla.training.supervised import (
-    EarlyStopping,
     cosine_factor,
     make_trainer,
     token_cross_entropy,
@@ -147,6 +147,20 @@ def test_images_are_moved_in_training_and_not_in_validation():
     originals = originals["observation", "image"]
     same = [(row == originals).flatten(1).all(1).any() for row in seen[0]]
     assert sum(map(bool, same)) < 4, "1 of 25 shifts is none"
+
+
+def test_every_step_has_an_augmentation_of_its_own():
+    _, trainer = make(cameras=("image",))
+    seeds = []
+    batch = trainer.training.batch
+
+    def noted(rows, *, seed, shift_px):
+        seeds.append(seed)
+        return batch(rows, seed=seed, shift_px=shift_px)
+
+    trainer.training.batch = noted
+    trainer.train(3)
+    assert len(set(seeds)) == 3
 
 
 def test_resumed_steps_are_the_same_bit_for_bit():

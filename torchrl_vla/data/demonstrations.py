@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_vla.data import lerobot
+from torchrl_vla.data import lerobot, lerobot_episodes
 
 ACTION_DIM = 7
 """Translation (3), rotation (3) and gripper (1) of LIBERO's arm."""
@@ -331,16 +331,16 @@ def read_demonstrations(
     if missing := [camera for camera in wanted if camera not in found]:
         raise ValueError(f"{folder}: no images of {missing}; there are {found}")
     demonstrations = []
-    for episode, rows in lerobot.read_episodes(folder, meta, wanted):
+    for episode, rows in lerobot_episodes.read_episodes(folder, meta, wanted):
         name = f"{folder}, episode {episode['episode_index']}"
         demonstration = Demonstration(
             images={
                 camera: _decoded(rows[lerobot.IMAGE_PREFIX + camera])  # type: ignore
                 for camera in wanted
             },
-            state=lerobot.matrix(rows[lerobot.STATE], f"{name}: state"),
-            action=lerobot.matrix(rows[lerobot.ACTION], f"{name}: action"),
-            instruction=lerobot.instruction(episode, rows, meta.tasks, name),
+            state=lerobot_episodes.matrix(rows[lerobot.STATE], f"{name}: state"),
+            action=lerobot_episodes.matrix(rows[lerobot.ACTION], f"{name}: action"),
+            instruction=lerobot_episodes.instruction(episode, rows, meta.tasks, name),
             task_id=int(episode.get("task_id", (rows["task_index"] or [-1])[0])),
             init_state_id=int(episode.get("init_state_id", -1)),
             success=bool(episode.get("success", True)),

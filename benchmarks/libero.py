@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -43,15 +44,17 @@ def resident_mb() -> float:
 
 
 def seconds(function: Callable[[], object], repeats: int) -> float:
-    """Mean time of a call."""
-    begin = time.perf_counter()
+    """Median time of a call, which other work on the machine moves least."""
+    times = []
     for _ in range(repeats):
+        begin = time.perf_counter()
         function()
-    return (time.perf_counter() - begin) / repeats
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
 
 
 def chunk_seconds(env, num_chunks: int) -> float:
-    """Mean time of a decision: a chunk of random actions for all members."""
+    """Median time of a decision: a chunk of random actions for all members."""
     td = env.reset()
     generator = np.random.default_rng(0)
 
@@ -87,15 +90,15 @@ def make_torchrl(suite: str, task: int, num_workers: int):
 def torchrl_single(suite: str, task: int) -> dict[str, float]:
     env = make_torchrl(suite, task, 1)
     return {
-        "reset_s": seconds(env.reset, 2),
-        "chunk_s": chunk_seconds(env, 3),
+        "reset_s": seconds(env.reset, 3),
+        "chunk_s": chunk_seconds(env, 5),
         "memory_mb": resident_mb(),
     }
 
 
 def torchrl_workers(suite: str, task: int) -> dict[str, float]:
     env = make_torchrl(suite, task, 2)
-    result = {"chunk_s": chunk_seconds(env, 3)}
+    result = {"chunk_s": chunk_seconds(env, 5)}
     env.close()
     return result
 

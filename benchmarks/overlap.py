@@ -20,7 +20,7 @@ from torchrl_vla.data.random_streams import uniform
 NUM_WORKERS = 4
 NUM_MEMBERS = 2
 NUM_DECISIONS = 6
-NUM_EPISODES = 6 * NUM_WORKERS * NUM_MEMBERS
+NUM_EPISODES = 4 * NUM_WORKERS * NUM_MEMBERS
 
 
 class SleepyPolicy:
@@ -28,12 +28,9 @@ class SleepyPolicy:
 
     def __init__(self, row_s: float = 0.0) -> None:
         self.row_s = row_s
-        self.num_rows = self.num_calls = 0
 
     def __call__(self, tensordict):
         time.sleep(self.row_s * len(tensordict))
-        self.num_rows += len(tensordict)
-        self.num_calls += 1
         noise = uniform(tensordict["sampling_seed"].flatten(), 8 * 7)
         tensordict["vla_action", "tokens"] = (noise * 256).long().reshape(-1, 8, 7)
         return tensordict
@@ -69,15 +66,12 @@ def collection(suite: str, task: int) -> dict[str, float]:
     row_s = 0.0
     for name, overlap in [("lockstep", False), ("overlap", True)]:
         pool = make_pool(EnvConfig(**options, overlap=overlap), codec)
-        play(pool, SleepyPolicy())
-        result[f"{name}_simulator_s"] = play(pool, SleepyPolicy())
-        row_s = row_s or result[f"{name}_simulator_s"] / (NUM_EPISODES * NUM_DECISIONS)
-        policy = SleepyPolicy(row_s)
-        result[f"{name}_s"] = play(pool, policy)
-        result[f"{name}_policy_s"] = row_s * policy.num_rows
-        result[f"{name}_rows_per_call"] = policy.num_rows / policy.num_calls
+        play(pool, SleepyPolicy())  # compiles and warms up
+        row_s = row_s or play(pool, SleepyPolicy()) / (NUM_EPISODES * NUM_DECISIONS)
+        # The better of two: other work on the machine only makes it slower.
+        result[f"{name}_s"] = min(play(pool, SleepyPolicy(row_s)) for _ in range(2))
         pool.close()
-    return result
+    return {**result, "row_s": row_s}
 
 
 # -- what an answer costs ------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A task's scene as robosuite compiles, places, controls and judges it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mujoco
@@ -55,6 +55,7 @@ class Scene:
         self.data = env.sim.data._data
         self.changes_look = bool(env.tracking_object_states_change)
         self._fresh_look = self.look.copy()
+        self._fresh_poses = list(self._compiled_poses())
         self._sensors = {
             name: observable._sensor for name, observable in env._observables.items()
         }
@@ -90,6 +91,11 @@ class Scene:
         """
         self.attach(self.data)
         self.look[:] = self._fresh_look
+        # What stands on a fixture is placed by where the model has the fixture before
+        # the seed moves it.
+        for body, position, rotation in self._fresh_poses:
+            self.model.body_pos[body] = position
+            self.model.body_quat[body] = rotation
         generator_state = np.random.get_state()
         np.random.seed(seed)
         try:
@@ -100,6 +106,18 @@ class Scene:
         self.robot.gripper.current_action = np.zeros(2)
         if init_state is not None:
             self._wrapper.set_init_state(init_state)
+
+    def _compiled_poses(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Number, position and quaternion of fixtures, as the XML has them."""
+        for fixture in self.env.fixtures_dict.values():
+            body = self.env.model.worldbody.find(
+                f".//body[@name='{fixture.root_body}']"
+            )
+            yield (
+                self.model.body(fixture.root_body).id,
+                np.array(body.get("pos", "0 0 0").split(), float),
+                np.array(body.get("quat", "1 0 0 0").split(), float),
+            )
 
     @property
     def hidden(self) -> Hidden:

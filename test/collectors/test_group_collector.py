@@ -5,7 +5,7 @@ import torch
 from countdown import CoinPolicy, RecordingPolicy, make_toy, make_workers
 
 from torchrl_vla.collectors import EnvPool, GroupCollector
-from torchrl_vla.collectors.group_collector import COUNTS
+from torchrl_vla.collectors.group_wave import COUNTS
 from torchrl_vla.data.group_schedule import GroupSchedule
 from torchrl_vla.modules import CompactPolicy
 
@@ -388,13 +388,13 @@ def test_rows_of_dropped_groups_are_freed(monkeypatch):
 
     most = 0
 
-    class Watched(group_collector._Wave):
+    class Watched(group_collector.GroupWave):
         def add(self, decisions):
             nonlocal most
             super().add(decisions)
             most = max(most, sum(len(rows) for rows in self.rows))
 
-    monkeypatch.setattr(group_collector, "_Wave", Watched)
+    monkeypatch.setattr(group_collector, "GroupWave", Watched)
     collector = make_collector(num_groups=2, max_sampling_factor=20)
     batch, counts = collector.collect(CoinPolicy([0.0]))
     assert batch is None

@@ -5,7 +5,7 @@ import math
 import os
 from pathlib import Path
 
-from torchrl_vla.collectors.group_collector import COUNTS
+from torchrl_vla.collectors.group_wave import COUNTS
 
 METRICS = (
     "iteration",

@@ -194,6 +194,25 @@ WRONG = [
         {"env": {"name": "libero"}, "policy": {"name": "openvla_oft"}},
         "policy.checkpoint is not set: openvla_oft needs a folder or a hub id",
     ),
+    *[
+        (
+            option(f"distributed.{name}", True),
+            f"distributed.{name}=True: needs a sharded policy; set distributed.strat",
+        )
+        for name in ("mixed_precision", "cpu_offload", "async_save")
+    ],
+    (
+        option("distributed.num_replicas", 2),
+        "distributed.num_replicas=2: needs a sharded policy; set",
+    ),
+    (
+        {"distributed": {"strategy": "fsdp"}, "policy": {"lora_rank": 4}},
+        "policy.lora_rank=4 with distributed.strategy=fsdp: only the adapters",
+    ),
+    (
+        {"distributed": {"strategy": "fsdp", "mixed_precision": True}},
+        "distributed.mixed_precision=True: the compact policy computes in float32",
+    ),
     (
         {"policy": {"name": "openvla_oft", "checkpoint": "x"}},
         "policy.name=openvla_oft: needs a robot simulator; use env=libero",
@@ -397,4 +416,4 @@ def test_the_list_of_differences_is_up_to_date():
 def test_the_collector_takes_exactly_the_options_of_its_section():
     parameters = set(inspect.signature(GroupCollector).parameters)
     fields = {f.name for f in dataclasses.fields(schema.RolloutConfig)}
-    assert parameters == fields | {"pool", "schedule", "seed"}
+    assert parameters == fields | {"pool", "schedule", "seed", "ranks"}

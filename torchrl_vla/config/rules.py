@@ -23,6 +23,7 @@ CHOICES = {
     "objective.behavior_log_prob": ("rollout", "recompute"),
     "objective.kl_in": ("loss", "reward"),
     "objective.kl_estimator": ("k1", "k2", "k3"),
+    "distributed.strategy": ("none", "ddp", "fsdp"),
     "logger.name": ("csv", "wandb"),
     "logger.mode": ("offline", "online"),
 }
@@ -53,6 +54,7 @@ AT_LEAST = {
     "train.num_iterations": 0,
     "train.patience": 1,
     "train.num_threads": 1,
+    "distributed.num_replicas": 1,
     "eval.every": 0,
     "eval.num_init_states": 1,
     "eval.num_videos": 0,
@@ -65,7 +67,11 @@ POSITIVE = (
     "policy.temperature",
     "update.lr",
     "update.max_grad_norm",
+    "distributed.timeout_s",
+    "distributed.heartbeat_timeout_s",
 )
+
+SFT_POSITIVE = tuple(path for path in POSITIVE if path.split(".")[0] != "distributed")
 
 
 def _shared(table: dict[str, Any]) -> dict[str, Any]:
@@ -127,17 +133,19 @@ def _choices(
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
-    yield from _bounds(cfg, AT_LEAST)
+    yield from _bounds(cfg, AT_LEAST, POSITIVE)
     yield from _intervals(cfg)
     yield from _shared_ranges(cfg)
 
 
-def _bounds(cfg: Config | SFTConfig, at_least: dict[str, int]) -> Iterator[str]:
+def _bounds(
+    cfg: Config | SFTConfig, at_least: dict[str, int], positive: tuple[str, ...]
+) -> Iterator[str]:
     for path, lowest in at_least.items():
         # Written so that NaN does not pass.
         if not (value := _value(cfg, path)) >= lowest:  # type: ignore[operator]
             yield f"{path}={value}: must be at least {lowest}"
-    for path in POSITIVE:
+    for path in positive:
         if not (value := _value(cfg, path)) > 0:  # type: ignore[operator]
             yield f"{path}={value}: must be greater than 0"
 
@@ -172,6 +180,7 @@ def _relations(cfg: Config) -> Iterator[str]:
     yield from _objective_relations(cfg)
     yield from _env_relations(cfg)
     yield from _policy_relations(cfg)
+    yield from _distributed_relations(cfg)
 
 
 def _group_relations(cfg: Config) -> Iterator[str]:
@@ -235,6 +244,34 @@ def _objective_relations(cfg: Config) -> Iterator[str]:
         )
 
 
+def _distributed_relations(cfg: Config) -> Iterator[str]:
+    distributed = cfg.distributed
+    if distributed.strategy != "fsdp":
+        for name in ("mixed_precision", "cpu_offload", "async_save"):
+            if getattr(distributed, name):
+                yield (
+                    f"distributed.{name}=True: needs a sharded policy; set "
+                    "distributed.strategy=fsdp"
+                )
+        if distributed.num_replicas > 1:
+            yield (
+                f"distributed.num_replicas={distributed.num_replicas}: needs a sharded "
+                "policy; set distributed.strategy=fsdp"
+            )
+        return
+    if cfg.policy.lora_rank:
+        yield (
+            f"policy.lora_rank={cfg.policy.lora_rank} with distributed.strategy=fsdp: "
+            "only the adapters are trained, which fit on every rank; set "
+            "distributed.strategy=ddp"
+        )
+    if distributed.mixed_precision and cfg.policy.name == "compact":
+        yield (
+            "distributed.mixed_precision=True: the compact policy computes in float32; "
+            "use policy=openvla_oft, or mixed_precision=false"
+        )
+
+
 def _env_relations(cfg: Config | SFTConfig) -> Iterator[str]:
     env = cfg.env
     if env.max_episode_steps % env.chunk_size:
@@ -273,7 +310,7 @@ def _policy_relations(cfg: Config | SFTConfig) -> Iterator[str]:
 
 
 def _sft_ranges(cfg: SFTConfig) -> Iterator[str]:
-    yield from _bounds(cfg, SFT_AT_LEAST)
+    yield from _bounds(cfg, SFT_AT_LEAST, SFT_POSITIVE)
     yield from _shared_ranges(cfg)
     num = cfg.demos.num_per_task
     if num is not None and num < 1:

@@ -14,7 +14,7 @@ class EnvConfig:
     max_episode_steps: int = 24
     """Env steps after which an episode is truncated; a multiple of chunk_size."""
     num_workers: int = 1
-    """Simulator processes (toy: 1, which is the main process)."""
+    """Simulator processes of a rank (toy: 1, which is the main process)."""
     num_envs: int = 256
     """Members of a process; LIBERO: they share a compiled task and take no memory."""
     overlap: bool = True
@@ -38,7 +38,7 @@ class EnvConfig:
     image_transform: str = "none"
     """LIBERO only: done to images: ``none`` or ``openvla`` (JPEG, 224 px, crop)."""
     render_gpu_device_id: int | None = None
-    """LIBERO only: EGL device for rendering; None takes the default."""
+    """LIBERO only: EGL device for rendering; None is the default, or the rank's."""
     success_tol: float = 0.35
     """Toy only: distance to the target per dimension that counts, in (0, 0.5]."""
     success_steps: int = 2
@@ -150,7 +150,7 @@ class UpdateConfig:
     episodes_per_step: int = 64
     """Episodes per optimizer step (SimpleVLA-RL: 128)."""
     micro_batch_size: int = 512
-    """Decisions per forward and backward pass: as many as fit the memory."""
+    """Decisions per forward and backward pass of a rank: as many as fit the memory."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -162,9 +162,29 @@ class TrainConfig:
     patience: int = 2
     """End after this many iterations in a row without a mixed group."""
     device: str = "auto"
-    """Device of the policy: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ..."""
+    """Device of the policy: ``auto``, ``cpu``, ``cuda`` (of the rank), ``cuda:1``."""
     num_threads: int = 1
     """torch's CPU threads; more make small policies slower, much so on busy cores."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DistributedConfig:
+    """How the ranks that torchrun started share a policy; nothing with one rank."""
+
+    strategy: str = "ddp"
+    """``ddp`` (a policy on each rank), ``fsdp`` (one, cut up), ``none`` (one rank)."""
+    num_replicas: int = 1
+    """fsdp only: copies of the policy, each cut over its ranks (number of hosts)."""
+    mixed_precision: bool = False
+    """fsdp only: compute in bfloat16, keep and step weights in float32."""
+    cpu_offload: bool = False
+    """fsdp only: weights, gradients and optimizer in host memory while not needed."""
+    async_save: bool = False
+    """fsdp only: go on while a checkpoint is written."""
+    timeout_s: float = 1800.0
+    """Longest wait for the other ranks, s: above the slowest episode."""
+    heartbeat_timeout_s: float = 60.0
+    """Silence after which a rank on another host counts as lost, s."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -219,6 +239,7 @@ class Config:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)

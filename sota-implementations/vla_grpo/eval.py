@@ -36,9 +36,9 @@ from torchrl_vla.training.checkpoint import (
     load_checkpoint,
     load_newest_checkpoint,
 )
+from torchrl_vla.training.device import choose_device
 from torchrl_vla.training.evaluator import EvaluationResult
 from torchrl_vla.training.run_folder import RunFolder
-from torchrl_vla.training.updater import choose_device
 
 MAY_CHANGE = ("eval", "env.task_suite", "env.task_ids", "env.num_workers")
 MAY_CHANGE += ("env.num_envs", "env.overlap", "env.render_gpu_device_id")

@@ -39,12 +39,12 @@ from torchrl_vla.modules.factory import (
 )
 from torchrl_vla.training import Evaluator
 from torchrl_vla.training.demonstration_loader import check_fit, load_demonstrations
+from torchrl_vla.training.device import choose_device
 from torchrl_vla.training.early_stopping import EarlyStopping
 from torchrl_vla.training.policy_export import export_policy
 from torchrl_vla.training.recorder import SUPERVISED, Recorder, make_logger
 from torchrl_vla.training.run_folder import SUPERVISED_MAY_DIFFER, RunFolder
 from torchrl_vla.training.supervised import make_trainer
-from torchrl_vla.training.updater import choose_device
 
 
 def run(cfg: SFTConfig) -> dict:

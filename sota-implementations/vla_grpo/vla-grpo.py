@@ -35,9 +35,10 @@ from torchrl_vla.modules.factory import (
 )
 from torchrl_vla.objectives.factory import make_advantage, make_loss
 from torchrl_vla.training import Evaluator
+from torchrl_vla.training.device import choose_device
 from torchrl_vla.training.recorder import Recorder, make_logger
 from torchrl_vla.training.run_folder import RunFolder
-from torchrl_vla.training.updater import choose_device, make_updater
+from torchrl_vla.training.updater import make_updater
 
 
 def run(cfg: Config) -> dict:

@@ -13,7 +13,8 @@ from torchrl_vla.modules import CompactPolicy
 from torchrl_vla.modules.factory import make_reference
 from torchrl_vla.objectives import GroupAdvantage, TokenGRPOLoss
 from torchrl_vla.training import Updater
-from torchrl_vla.training.updater import choose_device, make_updater
+from torchrl_vla.training.device import choose_device
+from torchrl_vla.training.updater import make_updater
 
 H, A, V, S = 2, 2, 5, 4
 LOG_PROBS = ("vla_action", "log_probs")

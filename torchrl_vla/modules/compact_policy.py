@@ -203,6 +203,9 @@ class CompactPolicy(TokenPolicy):
         shape = (self.chunk_size, self.action_dim, self.num_bins)
         return logits.unflatten(-1, shape).float()
 
+    def layers(self) -> list[nn.Module]:
+        return [*self.encoders, *self.blocks]
+
     def standardize_state(self, mean: Sequence[float], std: Sequence[float]) -> None:
         """Take mean and standard deviation of the state from data.
 

@@ -6,6 +6,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
+from torch import nn
 from torch.distributions import Categorical
 from torchrl.envs.utils import ExplorationType, exploration_type
 
@@ -90,6 +91,10 @@ class TokenPolicy(TensorDictModuleBase):
         Returns:
             float32 ``[B, H, A, V]``.
         """
+
+    def layers(self) -> list[nn.Module]:
+        """Parts that are run one after another, for cutting a policy over ranks."""
+        return []
 
     def get_dist(self, tensordict: TensorDictBase) -> Categorical:
         """The distribution of the tokens, batch shape ``[*B, H, A]``, float32."""

@@ -115,7 +115,9 @@ def _send_inputs(
     sent = [place_B[index[mine_B[index]]] for index in wanted]
     # What comes from the ranks in turn belongs to these places.
     own = source_B[wanted[ranks.rank]]
-    places = torch.cat([(own == rank).nonzero().flatten() for rank in range(ranks.size)])
+    places = torch.cat(
+        [(own == rank).nonzero().flatten() for rank in range(ranks.size)]
+    )
     inputs = TensorDict({}, [len(own)])
     for key, empty in like["tensors"].items():
         value = empty if rows is None else rows[key]

@@ -1,5 +1,6 @@
 """Optimizer steps over whole episodes, in micro-batches of decisions."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,12 +9,15 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from torchrl_vla.collectors.ranks import Alone, Ranks
 from torchrl_vla.config.schema import UpdateConfig
 from torchrl_vla.data import keys
 from torchrl_vla.objectives.functional import executed_token_mask, normalize_weights
 from torchrl_vla.objectives.token_grpo import TokenGRPOLoss
+from torchrl_vla.training.global_batch import GlobalBatch
+from torchrl_vla.training.gradients import clip_gradients, sum_gradients
 
-_EXTREMES = {"ratio_max": torch.maximum, "ratio_min": torch.minimum}
+_EXTREMES = {"ratio_max": max, "ratio_min": min}
 
 
 class Updater:
@@ -22,7 +26,7 @@ class Updater:
     The batch is cut at episodes, so that 512 episodes at 128 per step are 4 optimizer
     steps however many decisions they have; each step is accumulated over micro-batches
     of ``micro_batch_size`` decisions. Loss weights are normalised over the step, so
-    loss and gradient do not depend on the micro-batch size.
+    loss and gradient do not depend on the micro-batch size, or on the number of ranks.
 
     Source: SimpleVLA-RL (arXiv:2509.09674), appendix A. TorchRL's recipe counts
     decisions per optimizer step instead.
@@ -37,6 +41,8 @@ class Updater:
         behavior_log_prob: ``rollout`` takes the log-probs as sampled, ``recompute``
             makes one forward pass before the update.
         reference_policy: frozen policy for the KL, or ``None``.
+        ranks: that share each optimizer step.
+        is_sharded: whether the policy is cut over the ranks.
 
     Raises:
         ValueError: for sizes below 1 or an unknown ``behavior_log_prob``.
@@ -53,6 +59,8 @@ class Updater:
         max_grad_norm: float = 1.0,
         behavior_log_prob: str = "rollout",
         reference_policy: nn.Module | None = None,
+        ranks: Ranks | None = None,
+        is_sharded: bool = False,
     ) -> None:
         if episodes_per_step < 1 or micro_batch_size < 1:
             raise ValueError(
@@ -73,11 +81,16 @@ class Updater:
         self.max_grad_norm = max_grad_norm
         self.behavior_log_prob = behavior_log_prob
         self.reference_policy = reference_policy
+        self.ranks = ranks or Alone()
+        self.is_sharded = is_sharded
         self.num_optimizer_steps = 0
 
     @torch.no_grad()
-    def prepare(self, batch: TensorDictBase) -> dict[str, float]:
+    def prepare(self, batch: TensorDictBase | GlobalBatch) -> dict[str, float]:
         """Write the log-probs that the update compares with, before the first step.
+
+        Args:
+            batch: decisions, or with several ranks those of :func:`deal`.
 
         Returns:
             ``ratio_deviation``: the largest ``|ratio - 1|`` of a played token before
@@ -85,36 +98,57 @@ class Updater:
             ``reference_kl`` (with a reference policy): mean log-prob difference per
             played token.
         """
+        batch = _as_global(batch)
+        rows = batch.rows
         now_BHA = self._log_probs(self.policy, batch)
         mask_BHA = executed_token_mask(
-            batch[keys.NUM_EXECUTED], *batch[keys.TOKENS].shape[-2:]
+            rows[keys.NUM_EXECUTED], *rows[keys.TOKENS].shape[-2:]
         )
-        difference = (now_BHA - batch[keys.LOG_PROBS])[mask_BHA]
+        difference = (now_BHA - rows[keys.LOG_PROBS])[mask_BHA]
         deviation = torch.expm1(difference).abs().max() if mask_BHA.any() else 0.0
         metrics = {"ratio_deviation": float(deviation)}
         if self.behavior_log_prob == "recompute":
-            batch[keys.LOG_PROBS] = now_BHA
+            rows[keys.LOG_PROBS] = now_BHA
         if self.reference_policy is not None:
             reference_BHA = self._log_probs(self.reference_policy, batch)
-            batch[keys.REFERENCE_LOG_PROBS] = reference_BHA
+            rows[keys.REFERENCE_LOG_PROBS] = reference_BHA
             metrics["reference_kl"] = float((now_BHA - reference_BHA)[mask_BHA].mean())
         return metrics
 
-    def _log_probs(self, policy: nn.Module, batch: TensorDictBase) -> torch.Tensor:
+    def _log_probs(self, policy: nn.Module, batch: GlobalBatch) -> torch.Tensor:
         policy.eval()
         device = _device_of(policy)
+        own = batch.own()
         parts = [
             policy.get_dist(part.to(device)).log_prob(part[keys.TOKENS].to(device))
-            for part in batch.split(self.micro_batch_size)
+            for part in own.split(self.micro_batch_size)
+            if len(part)
         ]
-        return torch.cat(parts).to(batch[keys.LOG_PROBS].device)
+        for spare in self._spares(batch, 0, len(batch.rows)):
+            policy.get_dist(spare.to(device))
+        like = own[keys.LOG_PROBS]
+        joined = torch.cat(parts).to(like.device) if parts else like
+        return batch.join(joined, self.ranks)
 
-    def update(self, batch: TensorDictBase) -> dict[str, float]:
+    def _spares(self, batch: GlobalBatch, start: int, end: int) -> list[TensorDictBase]:
+        """Micro-batches that count nothing, one for each that another rank has more.
+
+        The passes of ranks that share a cut policy must match.
+        """
+        if not self.is_sharded:
+            return []
+        size = self.micro_batch_size
+        num_own = -(-len(batch.own(start, end)) // size)
+        num_most = -(-batch.num_own_at_most(start, end) // size)
+        return [_silent(batch.spare) for _ in range(num_most - num_own)]
+
+    def update(self, batch: TensorDictBase | GlobalBatch) -> dict[str, float]:
         """Take the optimizer steps.
 
         Args:
             batch: whole episodes, with advantages and loss weights, ordered so that the
-                decisions of an episode lie together.
+                decisions of an episode lie together; with several ranks those of
+                :func:`deal`.
 
         Returns:
             Metrics, averaged over the optimizer steps (extremes: over all), and
@@ -125,13 +159,21 @@ class Updater:
         """
         # Dropout off: a ratio between different dropout masks is noise.
         self.policy.eval()
-        steps = [self._step(rows) for rows in self._cut(batch)]
+        batch = _as_global(batch)
+        parts = self._cut(batch.rows)
+        rows = batch.rows.clone(False)
+        rows[keys.LOSS_WEIGHT] = torch.cat([part[keys.LOSS_WEIGHT] for part in parts])
+        weighted = replace(batch, rows=rows)
+        steps, start = [], 0
+        for part in parts:
+            steps.append(self._step(weighted, start, start + len(part)))
+            start += len(part)
         metrics = {
             name: sum(step[name] for step in steps) / len(steps) for name in steps[0]
         }
         metrics["ratio_max"] = max(step["ratio_max"] for step in steps)
         metrics["ratio_min"] = min(step["ratio_min"] for step in steps)
-        advantage = batch[keys.ADVANTAGE]
+        advantage = rows[keys.ADVANTAGE]
         metrics["advantage_mean"] = float(advantage.mean())
         metrics["advantage_std"] = float(advantage.std(correction=0))
         metrics["optimizer_steps"] = len(steps)
@@ -167,19 +209,25 @@ class Updater:
             steps.append(rows)
         return steps
 
-    def _step(self, rows: TensorDictBase) -> dict[str, float]:
+    def _step(self, batch: GlobalBatch, start: int, end: int) -> dict[str, float]:
+        """An optimizer step on the rows from ``start`` to ``end``."""
         self.optimizer.zero_grad(set_to_none=True)
         device = _device_of(self.policy)
-        totals: dict[str, torch.Tensor] = {}
-        for part in rows.split(self.micro_batch_size):
-            losses = self.loss_module(part.to(device))
-            names = [name for name in losses.keys() if name.startswith("loss_")]
-            sum(losses[name] for name in names).backward()
-            for name, value in losses.detach().items():
-                combine = _EXTREMES.get(name, torch.add)
-                totals[name] = combine(totals[name], value) if name in totals else value
+        totals: dict[str, float] = {}
+        for part in batch.own(start, end).split(self.micro_batch_size):
+            if len(part):
+                losses = self._backward(part.to(device))
+                _combine(totals, {k: v.item() for k, v in losses.items()})
+        for spare in self._spares(batch, start, end):
+            self._backward(spare.to(device))
+        everywhere = self.ranks.gather(totals)
+        totals = {}
+        for of_rank in everywhere:
+            _combine(totals, of_rank)
         parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
-        grad_norm = nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+        if self.ranks.size > 1 and not self.is_sharded:
+            sum_gradients(parameters, self.ranks)
+        grad_norm = clip_gradients(parameters, self.max_grad_norm)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         if not grad_norm.isfinite():
             raise FloatingPointError(
@@ -192,10 +240,41 @@ class Updater:
         if self.scheduler is not None:
             self.scheduler.step()
         self.num_optimizer_steps += 1
-        metrics = {name: float(value) for name, value in totals.items()}
-        metrics["grad_norm"] = float(grad_norm)
-        metrics["learning_rate"] = learning_rate
-        return _derive(metrics)
+        totals["grad_norm"] = float(grad_norm)
+        totals["learning_rate"] = learning_rate
+        return _derive(totals)
+
+    def _backward(self, rows: TensorDictBase) -> TensorDictBase:
+        losses = self.loss_module(rows)
+        names = [name for name in losses.keys() if name.startswith("loss_")]
+        sum(losses[name] for name in names).backward()
+        return losses.detach()
+
+
+def _combine(totals: dict[str, float], values: dict[str, float]) -> None:
+    """Add the values of a micro-batch, or of a rank, to those before."""
+    for name, value in values.items():
+        if name not in totals:
+            totals[name] = value
+        elif name in _EXTREMES:
+            totals[name] = _EXTREMES[name](totals[name], value)
+        else:
+            totals[name] += value
+
+
+def _as_global(batch: TensorDictBase | GlobalBatch) -> GlobalBatch:
+    return batch if isinstance(batch, GlobalBatch) else GlobalBatch(batch)
+
+
+def _silent(row: TensorDictBase) -> TensorDictBase:
+    """A row that gives a loss of 0, with a graph through the whole policy."""
+    silent = row.clone(False)
+    silent[keys.NUM_EXECUTED] = torch.zeros_like(row[keys.NUM_EXECUTED])
+    for name in (keys.LOSS_WEIGHT, keys.ADVANTAGE):
+        silent[name] = torch.zeros(len(row), 1)
+    if keys.REFERENCE_LOG_PROBS not in silent.keys(True):
+        silent[keys.REFERENCE_LOG_PROBS] = row[keys.LOG_PROBS]
+    return silent
 
 
 def _derive(metrics: dict[str, float]) -> dict[str, float]:
@@ -220,6 +299,8 @@ def make_updater(
     *,
     behavior_log_prob: str = "rollout",
     reference_policy: nn.Module | None = None,
+    ranks: Ranks | None = None,
+    is_sharded: bool = False,
 ) -> Updater:
     """An updater with AdamW: linear warm-up, then a constant rate.
 
@@ -228,6 +309,8 @@ def make_updater(
         cfg: the section ``update`` of the options.
         behavior_log_prob: ``rollout`` or ``recompute``.
         reference_policy: frozen policy for the KL, or ``None``.
+        ranks: that share each optimizer step.
+        is_sharded: whether the policy is cut over the ranks.
     """
     policy = loss_module.actor_network
     optimizer = AdamW(
@@ -249,21 +332,6 @@ def make_updater(
         max_grad_norm=cfg.max_grad_norm,
         behavior_log_prob=behavior_log_prob,
         reference_policy=reference_policy,
+        ranks=ranks,
+        is_sharded=is_sharded,
     )
-
-
-def choose_device(name: str) -> torch.device:
-    """``auto`` is the first GPU, or the CPU where there is none.
-
-    Raises:
-        ValueError: for a device that is not there.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.zeros(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"train.device={name} is not available here "
-            f"({str(error).splitlines()[0]}); use train.device=auto"
-        ) from error

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_vla.data import keys
 from torchrl_vla.data.normalization import NormalizationStatistics
@@ -163,6 +163,11 @@ class OpenVLAOFTPolicy(TokenPolicy):
         if self.min_window_mass and not self._head_is_checked:
             self.check_head(inputs)
         return self.model(**inputs)
+
+    def layers(self) -> list[nn.Module]:
+        towers = self.model.vision_backbone.children()
+        blocks = [layer for tower in towers for layer in tower.layers]
+        return [*blocks, *self.model.language_model.model.layers]
 
     def model_inputs(self, tensordict: TensorDictBase) -> dict[str, Tensor | None]:
         """The network's arguments for a flat batch ``[B]``, on its device."""

@@ -2,6 +2,7 @@
 
     python vla-grpo.py                              # the toy task, a minute on a laptop
     python vla-grpo.py +experiment=libero_smoke     # the same on real LIBERO
+    torchrun --nproc-per-node 8 vla-grpo.py ...     # every rank plays, all ranks train
     python vla-grpo.py --help                       # options; --cfg job prints them
 
 One iteration: play groups of episodes from shared starts until enough of them have both
@@ -27,17 +28,16 @@ from torchrl_vla.collectors.factory import make_pool
 from torchrl_vla.config import Config, load
 from torchrl_vla.data.group_schedule import GroupSchedule
 from torchrl_vla.envs import factory as envs
-from torchrl_vla.modules.factory import (
-    TrainedWeights,
-    make_codec,
-    make_policy,
-    make_reference,
-)
+from torchrl_vla.modules.factory import make_codec, make_policy, make_reference
 from torchrl_vla.objectives.factory import make_advantage, make_loss
 from torchrl_vla.training import Evaluator
+from torchrl_vla.training.agreement import check_agreement, weights_digest
 from torchrl_vla.training.device import choose_device
+from torchrl_vla.training.distributed import join_ranks
+from torchrl_vla.training.global_batch import deal
 from torchrl_vla.training.recorder import Recorder, make_logger
-from torchrl_vla.training.run_folder import RunFolder
+from torchrl_vla.training.run_folder import open_run_folder
+from torchrl_vla.training.sharding import share_policy
 from torchrl_vla.training.updater import make_updater
 
 
@@ -46,30 +46,42 @@ def run(cfg: Config) -> dict:
     tasks = envs.task_ids(cfg.env)
     num_starts = envs.num_train_init_states(cfg.env)
     pairs = envs.evaluation_pairs(cfg.env, tasks, cfg.eval.num_init_states)
-    device = choose_device(cfg.train.device)
     torch.set_num_threads(cfg.train.num_threads)
     codec = make_codec(cfg.policy, cfg.env.task_suite)
-    folder = RunFolder(cfg.run_dir, cfg.name, cfg.resume, asdict(cfg))
-    logger = make_logger(**asdict(cfg.logger), path=folder.path)
 
     with ExitStack() as stack:
-        pool = make_pool(cfg.env, codec, seed=cfg.seed)
+        ranks = stack.enter_context(join_ranks(cfg.distributed))
+        device = choose_device(cfg.train.device, ranks.local_rank, ranks.local_size)
+        folder = open_run_folder(cfg, ranks, data={"pairs": pairs, "codec": codec})
+        logger = make_logger(
+            **asdict(cfg.logger), path=folder.path, writes=folder.writes
+        )
+        gpu = device.index if ranks.size > 1 else None
+        pool = make_pool(cfg.env, codec, seed=cfg.seed, render_device=gpu)
         stack.callback(pool.close)
         sizes = envs.sizes(pool.specs)
         policy = make_policy(cfg.policy, sizes, seed=cfg.seed, device=device)
+        check_agreement(ranks, {"weights": weights_digest(policy)})
+        reference = make_reference(policy) if cfg.objective.kl_coef else None
+        trained = share_policy(policy, cfg.distributed, ranks)
         schedule = GroupSchedule(tasks, num_starts, cfg.seed)
-        collector = GroupCollector(pool, schedule, **asdict(cfg.rollout), seed=cfg.seed)
+        collector = GroupCollector(
+            pool, schedule, **asdict(cfg.rollout), seed=cfg.seed, ranks=ranks
+        )
         advantage = make_advantage(cfg.objective)
         updater = make_updater(
             make_loss(policy, cfg.objective),
             cfg.update,
             behavior_log_prob=cfg.objective.behavior_log_prob,
-            reference_policy=make_reference(policy) if cfg.objective.kl_coef else None,
+            reference_policy=reference and trained.share(reference),
+            ranks=ranks,
+            is_sharded=trained.is_sharded,
+            saves_optimizer=not trained.saves_shards,
         )
-        evaluator = Evaluator(pool, pairs, envs.protocol(cfg.env))
+        evaluator = Evaluator(pool, pairs, envs.protocol(cfg.env), ranks)
 
         parts = {
-            "policy": TrainedWeights(policy),
+            "policy": trained.state(updater.optimizer),
             "updater": updater,
             "collector": collector,
             "advantage": advantage,
@@ -79,19 +91,22 @@ def run(cfg: Config) -> dict:
         stack.enter_context(recorder)
 
         def evaluate(is_last: bool) -> dict[str, float]:
-            with recorder.time("eval"):
-                result = evaluator.evaluate(policy, cfg.eval.num_videos * is_last)
+            with recorder.time("eval"), trained.acting() as actor:
+                result = evaluator.evaluate(actor, cfg.eval.num_videos * is_last)
             return recorder.evaluated(result)
 
         if folder.iteration == 0:
             recorder.log(0, evaluate(is_last=cfg.train.num_iterations == 0))
         for iteration in range(folder.iteration + 1, cfg.train.num_iterations + 1):
             with recorder.time("collect"):
-                batch, metrics = collector.collect(policy)
+                with trained.acting() as actor:
+                    rows, metrics = collector.collect(actor)
+                batch = deal(rows, ranks, policy.in_keys)
             if batch is not None:
                 with recorder.time("update"):
                     metrics |= updater.prepare(batch)
-                    metrics |= updater.update(advantage(batch))
+                    advantage(batch.rows)
+                    metrics |= updater.update(batch)
                     metrics["kl_coef"] = max(advantage.kl_coef, cfg.objective.kl_coef)
             is_idle = recorder.count_empty(batch is None) >= cfg.train.patience
             is_last = is_idle or iteration == cfg.train.num_iterations
@@ -103,6 +118,7 @@ def run(cfg: Config) -> dict:
             if is_idle:
                 recorder.say_idle(metrics)
                 break
+        folder.finish_save()
         if recorder.result is None:  # resumed with nothing left to do
             evaluate(is_last=True)
         return recorder.finish(fps=envs.decisions_per_second(cfg.env))

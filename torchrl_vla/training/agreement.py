@@ -101,7 +101,7 @@ def _flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in facts.items():
         if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
+            flat |= _flatten(value, f"{prefix}{name}." if name else prefix)
         else:
             flat[prefix + name] = value
     return flat

@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 _NAME = "iteration_{:06d}.pt"
+_SHARDS = ".shards"
 _PATTERN = re.compile(r"iteration_(\d{6,})\.pt")
 
 
@@ -33,19 +35,32 @@ def save_checkpoint(
         iteration: iterations completed.
         state: tensors, numbers, strings and containers of them.
         keep: newest checkpoints that stay.
+
+    Raises:
+        CheckpointError: when it cannot be written; those before stay as they are.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _NAME.format(iteration)
     partial = folder / (path.name + ".partial")
-    with partial.open("wb") as file:
-        torch.save({**state, "iteration": iteration}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            torch.save({**state, "iteration": iteration}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:  # torch.save has its own for a full disk
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{path} cannot be written ({str(error).splitlines()[0]}); checkpoints "
+            "before it stay: make room and go on with resume=auto"
+        ) from error
     found = list_checkpoints(folder)
     newest = found.index(path) + 1
     for other in found[: max(newest - keep, 0)] + found[newest:]:
         other.unlink()
+    for shards in folder.glob("*" + _SHARDS):  # of those, or of one that was cut off
+        if not shards.with_suffix(".pt").exists():
+            shutil.rmtree(shards)
     return path
 
 
@@ -64,12 +79,18 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path} is not a checkpoint file")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}: it is cut off or not a "
             "checkpoint); use resume=auto to take the newest complete one"
         ) from error
+    if "shards" in state:
+        folder = path.parent / state["shards"]
+        if not (folder / ".metadata").is_file():
+            raise CheckpointError(f"{path} needs {folder}, which is not there")
+        state["shards"] = str(folder)
+    return state
 
 
 def load_newest_checkpoint(folder: Path) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from torchrl_vla.collectors.ranks import Alone, Ranks
 from torchrl_vla.collectors.slots import EpisodeRequest, Policy, Pool
 from torchrl_vla.data import keys
 from torchrl_vla.training.metrics import wilson_interval
@@ -73,6 +74,7 @@ class Evaluator:
         pairs: (task, initial state) pairs, each once.
         protocol: goes into the result, besides decoding, pairs and versions: suite,
             step limit, settle steps, seeds, ...
+        ranks: that share the pairs; each takes the next one when it is free.
 
     Raises:
         ValueError: for no pairs, or a pair that is there twice.
@@ -83,11 +85,13 @@ class Evaluator:
         pool: Pool,
         pairs: Sequence[tuple[int, int]],
         protocol: dict[str, Any] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if not pairs or len(set(pairs)) != len(pairs):
             raise ValueError(f"{len(pairs)} pairs: give at least one, each once")
         self.pool = pool
         self.pairs = list(pairs)
+        self.ranks = ranks or Alone()
         starts: dict[int, list[int]] = {}
         for task, start in pairs:
             starts.setdefault(task, []).append(start)
@@ -101,19 +105,31 @@ class Evaluator:
     @torch.no_grad()
     def evaluate(self, policy: Policy, num_videos: int = 0) -> EvaluationResult:
         """Play all pairs; record the first ``num_videos`` of them."""
-        waiting = iter(enumerate(self.pairs))
-
-        def next_request(worker: int) -> EpisodeRequest | None:
-            number, pair = next(waiting, (None, None))
-            if pair is None:
-                return None
-            return EpisodeRequest(number, number, *pair, seed=0)
-
+        board = self.ranks.board()
         result = EvaluationResult({}, Counter(), {}, self.protocol)
         frames: dict[int, list[np.ndarray]] = {n: [] for n in range(num_videos)}
+        num_taken = 0
+        # A rank leaves the others their part, however many slots it has.
+        num_most = -(-len(self.pairs) // self.ranks.size)
+
+        def next_request(worker: int) -> EpisodeRequest | None:
+            nonlocal num_taken
+            if num_taken - len(result.success) >= num_most:
+                return None
+            if (number := board.take()) >= len(self.pairs):
+                return None
+            num_taken += 1
+            return EpisodeRequest(number, number, *self.pairs[number], seed=0)
+
         with set_exploration_type(ExplorationType.DETERMINISTIC):
             for decisions in self.pool.play(policy, next_request):
                 self._record(decisions, result, frames)
+        mine = (result.success, result.num_env_steps, frames)
+        for success, num_env_steps, images in self.ranks.gather(mine):
+            result.success |= success
+            result.num_env_steps |= num_env_steps
+            frames |= {number: shown for number, shown in images.items() if shown}
+        board.close()
         if missing := set(self.pairs) - set(result.success):
             raise RuntimeError(f"the simulator gave no outcome for {sorted(missing)}")
         for number, images in frames.items():

@@ -95,23 +95,23 @@ class MetricsFile:
     """``metrics.csv``: a row per iteration, a column per metric.
 
     Args:
-        path: of the file. What is there already is kept up to ``last_iteration`` (the
-            iteration of the checkpoint that a run resumes from), so a resumed run's
-            file is the one of an uninterrupted run.
+        path: of the file; ``None`` keeps the rows in memory. What is there already is
+            kept up to ``last_iteration`` (the iteration of the checkpoint that a run
+            resumes from), so a resumed run's file is the one of an uninterrupted run.
         last_iteration: rows beyond are dropped; ``-1`` drops all.
         names: of the columns.
     """
 
     def __init__(
         self,
-        path: Path,
+        path: Path | None,
         last_iteration: int = -1,
         names: tuple[str, ...] = METRICS,
     ) -> None:
         self.path = path
         self.names = names
         self.rows: list[dict[str, float]] = []
-        if path.exists():
+        if path is not None and path.exists():
             with path.open(newline="") as file:
                 for row in csv.DictReader(file):
                     if None in row.values():
@@ -130,10 +130,14 @@ class MetricsFile:
         if unknown := set(row) - set(self.names):
             raise KeyError(f"metrics without a place in METRICS: {sorted(unknown)}")
         self.rows.append(row)
+        if self.path is None:
+            return
         with self.path.open("a", newline="") as file:
             csv.DictWriter(file, self.names).writerow(row)
 
     def _write(self) -> None:
+        if self.path is None:
+            return
         partial = self.path.with_suffix(".partial")
         with partial.open("w", newline="") as file:
             writer = csv.DictWriter(file, self.names)

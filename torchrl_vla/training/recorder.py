@@ -109,6 +109,7 @@ class Recorder(AbstractContextManager):
             initial=folder.iteration,
             unit="it",
             dynamic_ncols=True,
+            disable=not folder.writes,
             # A log file gets a line now and then rather than one per iteration.
             mininterval=0.1 if sys.stderr.isatty() else 30,
         )
@@ -124,7 +125,8 @@ class Recorder(AbstractContextManager):
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
-        self._bar.write(text)
+        if self.folder.writes:
+            self._bar.write(text)
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
@@ -201,11 +203,12 @@ class Recorder(AbstractContextManager):
         """
         assert self.result is not None, "finish comes after an evaluation"
         path, result = self.folder.path, self.result
-        self.recording.save_curves(path / "curves.png", self.metrics.rows)
-        for (task, start), frames in result.videos.items():
-            outcome = "success" if result.success[task, start] else "failure"
-            name = f"task{task}_start{start}_{outcome}.mp4"
-            report.save_video(path / "videos" / name, frames, fps)
+        if self.folder.writes:
+            self.recording.save_curves(path / "curves.png", self.metrics.rows)
+            for (task, start), frames in result.videos.items():
+                outcome = "success" if result.success[task, start] else "failure"
+                name = f"task{task}_start{start}_{outcome}.mp4"
+                report.save_video(path / "videos" / name, frames, fps)
         self._count_seconds()
         summary = {
             name: round(value, 4) if isinstance(value, float) else value
@@ -215,7 +218,8 @@ class Recorder(AbstractContextManager):
         summary["num_eval_episodes"] = len(result.success)
         summary["evaluation"] = result.summary()
         summary["versions"] = report.versions()
-        report.save_json(path / "summary.json", summary)
+        if self.folder.writes:
+            report.save_json(path / "summary.json", summary)
         low, high = result.interval
         before = summary.get("initial_success_rate")
         start = "" if before is None else f", from {before:.3f}"
@@ -228,13 +232,17 @@ class Recorder(AbstractContextManager):
         return summary
 
 
-def make_logger(name: str, *, project: str, mode: str, path: Path) -> Any:
+def make_logger(
+    name: str, *, project: str, mode: str, path: Path, writes: bool = True
+) -> Any:
     """A TorchRL logger besides ``metrics.csv``: ``wandb``, or ``None`` for ``csv``.
+
+    Only the rank that ``writes`` has one.
 
     Raises:
         ModuleNotFoundError: when the extra is not installed.
     """
-    if name == "csv":
+    if name == "csv" or not writes:
         return None
     try:
         import wandb  # noqa: F401

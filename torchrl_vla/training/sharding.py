@@ -16,10 +16,13 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from torchrl_vla.collectors.ranks import Ranks
 from torchrl_vla.config.schema import DistributedConfig
+from torchrl_vla.modules.factory import TrainedWeights
 from torchrl_vla.modules.token_policy import TokenPolicy
+from torchrl_vla.training.shards import ShardedState
 
 
 class TrainedPolicy:
@@ -32,12 +35,21 @@ class TrainedPolicy:
         policy: what is trained.
         is_sharded: whether it is cut over the ranks. Then all ranks must make the same
             number of forward and backward passes.
+        saves_shards: whether checkpoints hold it in shards, readable by any number of
+            ranks.
     """
 
     is_sharded = False
 
-    def __init__(self, policy: TokenPolicy) -> None:
+    def __init__(self, policy: TokenPolicy, saves_shards: bool = False) -> None:
         self.policy = policy
+        self.saves_shards = saves_shards
+
+    def state(self, optimizer: Optimizer) -> TrainedWeights | ShardedState:
+        """What a checkpoint holds of it (in shards: of the optimizer too)."""
+        if self.saves_shards:
+            return ShardedState(self.policy, optimizer)
+        return TrainedWeights(self.policy)
 
     @contextmanager
     def acting(self) -> Iterator[TokenPolicy]:
@@ -78,7 +90,7 @@ class ShardedPolicy(TrainedPolicy):
         self._offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
         self._device = next(policy.parameters()).device
         self._empty = _without_weights(policy)
-        super().__init__(self._cut(policy, master=mixed_precision))
+        super().__init__(self._cut(policy, master=mixed_precision), saves_shards=True)
 
     def share(self, other: nn.Module) -> nn.Module:
         return self._cut(other, master=False)
@@ -137,7 +149,8 @@ def share_policy(
             keeps and computes in float32, so that a checkpoint loses nothing.
     """
     if cfg.strategy != "fsdp" or ranks.size == 1:
-        return TrainedPolicy(policy.float() if cfg.mixed_precision else policy)
+        policy = policy.float() if cfg.mixed_precision else policy
+        return TrainedPolicy(policy, saves_shards=cfg.strategy == "fsdp")
     device = next(policy.parameters()).device.type
     shape: tuple[int, ...] = (ranks.size,)
     names: tuple[str, ...] = ("shard",)

@@ -16,8 +16,7 @@ from torchrl_vla.objectives.functional import executed_token_mask, normalize_wei
 from torchrl_vla.objectives.token_grpo import TokenGRPOLoss
 from torchrl_vla.training.global_batch import GlobalBatch
 from torchrl_vla.training.gradients import clip_gradients, sum_gradients
-
-_EXTREMES = {"ratio_max": max, "ratio_min": min}
+from torchrl_vla.training.step_totals import combine, derive
 
 
 class Updater:
@@ -43,6 +42,8 @@ class Updater:
         reference_policy: frozen policy for the KL, or ``None``.
         ranks: that share each optimizer step.
         is_sharded: whether the policy is cut over the ranks.
+        saves_optimizer: whether the optimizer is in :meth:`state_dict`, or saved with
+            the shards of the policy.
 
     Raises:
         ValueError: for sizes below 1 or an unknown ``behavior_log_prob``.
@@ -61,6 +62,7 @@ class Updater:
         reference_policy: nn.Module | None = None,
         ranks: Ranks | None = None,
         is_sharded: bool = False,
+        saves_optimizer: bool = True,
     ) -> None:
         if episodes_per_step < 1 or micro_batch_size < 1:
             raise ValueError(
@@ -83,6 +85,7 @@ class Updater:
         self.reference_policy = reference_policy
         self.ranks = ranks or Alone()
         self.is_sharded = is_sharded
+        self.saves_optimizer = saves_optimizer
         self.num_optimizer_steps = 0
 
     @torch.no_grad()
@@ -184,13 +187,14 @@ class Updater:
         """Optimizer, schedule of the learning rate and number of steps taken."""
         scheduler = self.scheduler and self.scheduler.state_dict()
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.optimizer.state_dict() if self.saves_optimizer else None,
             "scheduler": scheduler,
             "num_optimizer_steps": self.num_optimizer_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        if self.saves_optimizer:
+            self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.num_optimizer_steps = state["num_optimizer_steps"]
@@ -217,13 +221,13 @@ class Updater:
         for part in batch.own(start, end).split(self.micro_batch_size):
             if len(part):
                 losses = self._backward(part.to(device))
-                _combine(totals, {k: v.item() for k, v in losses.items()})
+                combine(totals, {k: v.item() for k, v in losses.items()})
         for spare in self._spares(batch, start, end):
             self._backward(spare.to(device))
         everywhere = self.ranks.gather(totals)
         totals = {}
         for of_rank in everywhere:
-            _combine(totals, of_rank)
+            combine(totals, of_rank)
         parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
         if self.ranks.size > 1 and not self.is_sharded:
             sum_gradients(parameters, self.ranks)
@@ -242,24 +246,13 @@ class Updater:
         self.num_optimizer_steps += 1
         totals["grad_norm"] = float(grad_norm)
         totals["learning_rate"] = learning_rate
-        return _derive(totals)
+        return derive(totals)
 
     def _backward(self, rows: TensorDictBase) -> TensorDictBase:
         losses = self.loss_module(rows)
         names = [name for name in losses.keys() if name.startswith("loss_")]
         sum(losses[name] for name in names).backward()
         return losses.detach()
-
-
-def _combine(totals: dict[str, float], values: dict[str, float]) -> None:
-    """Add the values of a micro-batch, or of a rank, to those before."""
-    for name, value in values.items():
-        if name not in totals:
-            totals[name] = value
-        elif name in _EXTREMES:
-            totals[name] = _EXTREMES[name](totals[name], value)
-        else:
-            totals[name] += value
 
 
 def _as_global(batch: TensorDictBase | GlobalBatch) -> GlobalBatch:
@@ -277,18 +270,6 @@ def _silent(row: TensorDictBase) -> TensorDictBase:
     return silent
 
 
-def _derive(metrics: dict[str, float]) -> dict[str, float]:
-    """Replace sums by the quantities that are reported."""
-    square = metrics.pop("ratio_square_mean")
-    metrics["effective_sample_size"] = metrics["ratio_mean"] ** 2 / max(square, 1e-12)
-    num_masked = metrics.pop("num_masked_tokens")
-    num_tokens = metrics.pop("num_tokens") + num_masked
-    metrics["masked_fraction"] = num_masked / max(num_tokens, 1)
-    low, high = metrics["clip_fraction_low"], metrics["clip_fraction_high"]
-    metrics["clip_fraction"] = low + high
-    return metrics
-
-
 def _device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
@@ -299,8 +280,7 @@ def make_updater(
     *,
     behavior_log_prob: str = "rollout",
     reference_policy: nn.Module | None = None,
-    ranks: Ranks | None = None,
-    is_sharded: bool = False,
+    **sharing: Any,
 ) -> Updater:
     """An updater with AdamW: linear warm-up, then a constant rate.
 
@@ -309,8 +289,7 @@ def make_updater(
         cfg: the section ``update`` of the options.
         behavior_log_prob: ``rollout`` or ``recompute``.
         reference_policy: frozen policy for the KL, or ``None``.
-        ranks: that share each optimizer step.
-        is_sharded: whether the policy is cut over the ranks.
+        sharing: ``ranks``, ``is_sharded`` and ``saves_optimizer`` of :class:`Updater`.
     """
     policy = loss_module.actor_network
     optimizer = AdamW(
@@ -332,6 +311,5 @@ def make_updater(
         max_grad_norm=cfg.max_grad_norm,
         behavior_log_prob=behavior_log_prob,
         reference_policy=reference_policy,
-        ranks=ranks,
-        is_sharded=is_sharded,
+        **sharing,
     )

@@ -98,14 +98,11 @@ class Heartbeat:
         """
         self.stop()
         # Connections break before the end of the process that held them is seen.
-        is_connection = isinstance(error, RuntimeError)
-        give_up_s = time.monotonic() + (2.0 if is_connection else 0.0)
-        while True:
+        give_up_s = time.monotonic() + 2.0
+        while isinstance(error, RuntimeError) and time.monotonic() < give_up_s:
             with suppress(Exception):
                 if (problem := self._problem()) is not None:
                     return problem
-            if time.monotonic() >= give_up_s:
-                break
             time.sleep(0.05)
         with suppress(Exception):
             reason = f"{type(error).__name__}: {error}".splitlines()[0]

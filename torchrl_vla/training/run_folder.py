@@ -1,12 +1,13 @@
 """A run's folder: where things go, and how a run finds its way back."""
 
 import hashlib
-import pickle
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from torchrl_vla.collectors.ranks import Alone, Ranks
 from torchrl_vla.config.load import save_config
@@ -217,8 +218,18 @@ def open_run_folder(cfg: Config, ranks: Ranks, data: Mapping[str, Any]) -> RunFo
 
 
 def _text(value: Any) -> str:
-    """The same text for the same content, also of a codec's tensors."""
-    return hashlib.blake2b(pickle.dumps(value), digest_size=8).hexdigest()
+    """A short text, the same for the same content."""
+    return hashlib.blake2b(repr(_plain(value)).encode(), digest_size=8).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if hasattr(value, "__dict__"):
+        return {name: _plain(each) for name, each in vars(value).items()}
+    return value
 
 
 def _cut_parts(parts: dict[str, Any]) -> dict[str, shards.ShardedState]:

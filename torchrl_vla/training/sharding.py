@@ -1,6 +1,7 @@
 """One policy on several ranks: a copy on each, or one cut into shards."""
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -114,6 +115,9 @@ class ShardedPolicy(TrainedPolicy):
             layer.set_gradient_divide_factor(1.0)
             layer.set_force_sum_reduction_for_comms(True)
         register_fsdp_forward_method(policy, "action_logits")
+        # Logits may be a view; what follows divides them by the temperature, out of
+        # place, as the warning asks for.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
         return policy
 
     @contextmanager

@@ -90,11 +90,12 @@ def update(checkpoint, cfg, options):
             ranks=ranks,
             is_sharded=trained.is_sharded,
         )
-        gradients = []
+        gradients, held = [], {}
 
         def record(*_):
             named = policy.named_parameters()
             gradients.append({n: whole(p.grad) for n, p in named if p.grad is not None})
+            held["gradients"] = num_bytes(p.grad for p in policy.parameters())
 
         updater.optimizer.register_step_pre_hook(record)
         batch = deal(mine if len(mine) else None, ranks, policy.in_keys)
@@ -106,7 +107,11 @@ def update(checkpoint, cfg, options):
         unsharded.load_state_dict(weights, strict=False)
         with trained.acting() as actor:
             tokens = greedy(actor, checkpoint)
+        held["weights"] = num_bytes(policy.parameters())
+        states = updater.optimizer.state.values()
+        held["optimizer"] = num_bytes(v for state in states for v in state.values())
         return {
+            "held": held,
             "rank": ranks.rank,
             "units": num_units(policy),
             "own": batch.own()["episode_id"].flatten().tolist(),
@@ -130,6 +135,11 @@ def whole(value):
     return (
         value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
     )
+
+
+def num_bytes(values):
+    values = [local(value) for value in values if value is not None]
+    return sum(value.numel() * value.element_size() for value in values)
 
 
 def local(value):

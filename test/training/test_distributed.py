@@ -3,9 +3,10 @@
 import pytest
 import torch
 from rank_processes import on_ranks
-from rank_updates import update
+from rank_updates import policy_of, update
 
 from torchrl_vla.modules.openvla_oft.tiny import save_tiny_checkpoint
+from torchrl_vla.training.memory import memory_table
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,13 @@ def test_an_update_is_that_of_one_process(
     assert first["optimizer_steps"] == 2
     assert (first["clip_fraction"] > 0) == ("behavior" not in options)
     assert abs(first["reference_kl"]) > 0
+    shapes = policy_of(checkpoint, **options.get("policy", {}))
+    num_shards = size // cfg.get("num_replicas", 1) if strategy == "fsdp" else 1
+    expected = memory_table(shapes, num_shards=num_shards)["update"]
+    for part, num_bytes in several[0]["held"].items():
+        assert num_bytes == expected[part], part
+    for part, num_bytes in alone["held"].items():
+        assert num_bytes == memory_table(shapes)["update"][part], part
     if strategy == "fsdp":
         total = alone["local_elements"] * cfg.get("num_replicas", 1)
         assert several[0]["units"] > 3

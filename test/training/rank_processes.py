@@ -47,7 +47,7 @@ def start(commands):
     ]
 
 
-def on_ranks(function, size, folder, *args, timeout=100):
+def on_ranks(function, size, folder, *args, timeout=300):
     """What ``function(*args)`` returns on each of ``size`` ranks."""
     folder.mkdir(parents=True, exist_ok=True)
     call = pickle.dumps((function.__module__, function.__name__, args)).hex()

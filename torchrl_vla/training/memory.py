@@ -102,7 +102,7 @@ def _gathered(policy: TokenPolicy, dtype: torch.dtype | None) -> int:
 def activation_bytes(
     model: OpenVLAOFT, prompt_length: int = 35, *, batch_size: int = 1
 ) -> int:
-    """Bytes that the backward pass of OpenVLA-OFT needs, by running it on the meta device.
+    """Bytes that the backward pass of OpenVLA-OFT needs, by a pass on the meta device.
 
     With gradient checkpointing these are the inputs of all layers and what one layer
     saves while it is computed again.

@@ -47,6 +47,14 @@ def start(commands):
     ]
 
 
+def end(processes):
+    """Kill what still runs, and close its pipes."""
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
 def on_ranks(function, size, folder, *args, timeout=300):
     """What ``function(*args)`` returns on each of ``size`` ranks."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,8 +66,7 @@ def on_ranks(function, size, folder, *args, timeout=300):
     try:
         texts = [process.communicate(timeout=timeout)[0] for process in processes]
     finally:
-        for process in processes:
-            process.kill()
+        end(processes)
     for process, text in zip(processes, texts, strict=True):
         assert process.returncode == 0, text
     return [pickle.loads(output.read_bytes()) for output in outputs]

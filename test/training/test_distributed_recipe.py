@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import start
+from rank_processes import end, start
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchrl_vla.training.checkpoint import load_checkpoint
@@ -51,7 +51,10 @@ def run(size, folder, **changes):
         assert done.returncode == 0, done.stderr
     else:
         processes = start([command(folder, **changes)] * size)
-        texts = [process.communicate(timeout=300)[0] for process in processes]
+        try:
+            texts = [process.communicate(timeout=300)[0] for process in processes]
+        finally:
+            end(processes)
         assert [p.returncode for p in processes] == [0] * size, texts
         assert "run folder" in texts[0]
         assert not [text for text in texts[1:] if text], "one rank speaks"
@@ -112,8 +115,6 @@ def on_four(tmp_path_factory):
 def test_saved_on_four_ranks_resumes_on_fewer(alone, on_four, tmp_path, size):
     folder = tmp_path / "resumed"
     subprocess.run(["cp", "-r", on_four, folder], check=True)
-    # With nothing left to do it loads and saves nothing; one more iteration shows the
-    # next batch. Saved again at once, everything is as it was.
     run(size, folder, distributed__strategy="fsdp", resume="auto")
     before, after = state_of(on_four, 2), state_of(folder, 4)
     single = state_of(alone[0])
@@ -151,8 +152,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(alone, tmp_path):
         processes[1].send_signal(signal.SIGKILL)
         text, _ = processes[0].communicate(timeout=30)
     finally:
-        for process in processes:
-            process.kill()
+        end(processes)
     assert processes[0].returncode == 1
     assert f"rank 1 (process {processes[1].pid} on " in text
     assert "has ended" in text

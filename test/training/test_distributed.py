@@ -46,7 +46,7 @@ def test_an_update_is_that_of_one_process(
         for mine, theirs in zip(rank["gradients"], alone["gradients"], strict=True):
             assert mine.keys() == theirs.keys()
         assert close(rank["gradients"][0], alone["gradients"][0]) < 1e-6
-        assert max(g.abs().max() for g in alone["gradients"][0].values()) > 1e-3
+        assert max(g.abs().max() for g in alone["gradients"][0].values()) > 5e-4
         # AdamW's first steps are lr x sign of the gradient: where it is rounding
         # noise, so are they.
         assert close(rank["weights"], alone["weights"]) < 2.5e-3

@@ -149,9 +149,11 @@ def join_ranks(cfg: DistributedConfig) -> Iterator[Alone | ProcessRanks]:
         return
     local_rank, local_size = _check_environment(cfg, size)
     store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=300)))
+    # torchrun's store survives a restart, with addresses and notes of ranks that ended.
+    attempt = f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     _share_cores(local_rank, local_size)
     ranks = ProcessRanks(
-        store,
+        dist.PrefixStore(attempt, store),
         rank,
         size,
         local_rank=local_rank,
@@ -159,7 +161,8 @@ def join_ranks(cfg: DistributedConfig) -> Iterator[Alone | ProcessRanks]:
         timeout_s=cfg.timeout_s,
     )
     peers = ranks.gather(Peer.of_this_process(rank, socket.gethostname()))
-    heartbeat = Heartbeat(store.clone(), peers, rank, cfg.heartbeat_timeout_s)
+    own = dist.PrefixStore(attempt, store.clone())  # a wait blocks a connection
+    heartbeat = Heartbeat(own, peers, rank, cfg.heartbeat_timeout_s)
     try:
         yield ranks
     except BaseException as error:

@@ -17,6 +17,8 @@ from torchrl_vla.collectors.ranks import Alone, Board
 from torchrl_vla.config.schema import DistributedConfig
 from torchrl_vla.training.heartbeat import Heartbeat, Peer
 
+_JOIN_TIMEOUT = timedelta(seconds=300)  # for all ranks to start Python
+
 
 class StoreBoard:
     """A :class:`~torchrl_vla.collectors.ranks.Board` in the store of the run.
@@ -148,22 +150,22 @@ def join_ranks(cfg: DistributedConfig) -> Iterator[Alone | ProcessRanks]:
         yield Alone()
         return
     local_rank, local_size = _check_environment(cfg, size)
-    store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=300)))
+    store, rank, _ = next(rendezvous("env://", timeout=_JOIN_TIMEOUT))
     # torchrun's store survives a restart, with addresses and notes of ranks that ended.
     attempt = f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     _share_cores(local_rank, local_size)
-    ranks = ProcessRanks(
-        dist.PrefixStore(attempt, store),
-        rank,
-        size,
-        local_rank=local_rank,
-        local_size=local_size,
-        timeout_s=cfg.timeout_s,
-    )
-    peers = ranks.gather(Peer.of_this_process(rank, socket.gethostname()))
+    peers = _meet(dist.PrefixStore(attempt, store), rank, size)
     own = dist.PrefixStore(attempt, store.clone())  # a wait blocks a connection
     heartbeat = Heartbeat(own, peers, rank, cfg.heartbeat_timeout_s)
     try:
+        ranks = ProcessRanks(
+            dist.PrefixStore(attempt, store),
+            rank,
+            size,
+            local_rank=local_rank,
+            local_size=local_size,
+            timeout_s=cfg.timeout_s,
+        )
         yield ranks
     except BaseException as error:
         if (gone := heartbeat.stop_after(error)) is not None:
@@ -173,6 +175,22 @@ def join_ranks(cfg: DistributedConfig) -> Iterator[Alone | ProcessRanks]:
     heartbeat.stop()
     dist.barrier()  # the store is rank 0's: it stays until nobody asks it any more
     dist.destroy_process_group()
+
+
+def _meet(store: dist.Store, rank: int, size: int) -> list[Peer]:
+    """All ranks, once they have come."""
+    me = Peer.of_this_process(rank, socket.gethostname())
+    store.set(f"peer{rank}", pickle.dumps(me))
+    names = [f"peer{number}" for number in range(size)]
+    try:
+        store.wait(names, _JOIN_TIMEOUT)
+    except RuntimeError as error:
+        missing = [name[4:] for name in names if not store.check([name])]
+        raise ChildProcessError(
+            f"rank {', '.join(missing)} of {size} has not come within "
+            f"{_JOIN_TIMEOUT.total_seconds():.0f} s; look at its output"
+        ) from error
+    return [pickle.loads(store.get(name)) for name in names]
 
 
 def _check_environment(cfg: DistributedConfig, size: int) -> tuple[int, int]:

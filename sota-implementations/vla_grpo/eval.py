@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchrl_vla.collectors.factory import make_pool
 from torchrl_vla.config import Config, ConfigError, load
 from torchrl_vla.envs import factory as envs
-from torchrl_vla.modules.factory import TrainedWeights, make_codec, make_policy
+from torchrl_vla.modules.factory import make_codec, make_policy
 from torchrl_vla.training import Evaluator, report
 from torchrl_vla.training.checkpoint import (
     CheckpointError,
@@ -39,6 +39,7 @@ from torchrl_vla.training.checkpoint import (
 from torchrl_vla.training.device import choose_device
 from torchrl_vla.training.evaluator import EvaluationResult
 from torchrl_vla.training.run_folder import RunFolder
+from torchrl_vla.training.shards import load_weights
 
 MAY_CHANGE = ("eval", "env.task_suite", "env.task_ids", "env.num_workers")
 MAY_CHANGE += ("env.num_envs", "env.overlap", "env.render_gpu_device_id")
@@ -71,7 +72,7 @@ def run(raw: DictConfig | dict, given: Sequence[str]) -> dict[str, Any]:
         sizes = envs.sizes(pool.specs)
         policy = make_policy(cfg.policy, sizes, seed=cfg.seed, device=device)
         if state is not None:
-            TrainedWeights(policy).load_state_dict(state["policy"])
+            load_weights(policy, state)
         evaluator = Evaluator(pool, pairs, envs.protocol(cfg.env))
         result = evaluator.evaluate(policy, cfg.eval.num_videos)
     return save(result, cfg, iteration=state["iteration"] if state else 0)

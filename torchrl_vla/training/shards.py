@@ -1,6 +1,7 @@
 """Weights and optimizer of a cut policy on disk: each rank writes what it has."""
 
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,15 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.optim import Optimizer
 
 from torchrl_vla.collectors.ranks import Ranks
+from torchrl_vla.modules.factory import TrainedWeights
 from torchrl_vla.training.checkpoint import CheckpointError
 
 KEY = "shards"
@@ -126,15 +132,45 @@ def load(folder: Path, parts: Mapping[str, ShardedState]) -> None:
         part.load_shards(state[name])
 
 
+def load_weights(policy: nn.Module, state: Mapping[str, Any]) -> None:
+    """Weights of a checkpoint, cut or not, into a whole policy of one process.
+
+    Args:
+        policy: of the options that the checkpoint holds.
+        state: of :func:`~torchrl_vla.training.checkpoint.load_checkpoint`.
+
+    Raises:
+        CheckpointError: for shards that are missing or of another policy.
+    """
+    if KEY not in state:
+        TrainedWeights(policy).load_state_dict(state["policy"])
+        return
+    # Read into tensors of its own dtype, and in place: the policy may be a large one.
+    weights = get_model_state_dict(policy)
+    folder = Path(state[KEY])
+    with _named(folder, "read"):
+        dcp.load(
+            {"policy": {"policy": weights}},
+            storage_reader=dcp.FileSystemReader(folder),
+            no_dist=True,
+        )
+    policy.load_state_dict(weights)
+
+
 class _named:
     """Turn what distributed checkpoints raise into one clear error."""
 
     def __init__(self, folder: Path, what: str = "written") -> None:
         self.folder, self.what = folder, what
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        # One process is meant where it is one process.
+        self.quiet = warnings.catch_warnings()
+        self.quiet.__enter__()
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.quiet.__exit__(kind, error, trace)
         if isinstance(error, dcp.api.CheckpointException | OSError | RuntimeError):
             of_rank = getattr(error, "failures", {})
             reasons = [f"rank {r}: {wrapped[0]}" for r, wrapped in of_rank.items()]

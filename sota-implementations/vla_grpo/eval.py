@@ -41,7 +41,8 @@ from torchrl_vla.training.run_folder import RunFolder
 from torchrl_vla.training.updater import choose_device
 
 MAY_CHANGE = ("eval", "env.task_suite", "env.task_ids", "env.num_workers")
-MAY_CHANGE += ("env.num_envs", "env.overlap", "env.render_gpu_device_id")
+MAY_CHANGE += ("env.num_envs", "env.max_cached_tasks", "env.overlap")
+MAY_CHANGE += ("env.render_gpu_device_id",)
 MAY_CHANGE += ("train.device", "train.num_threads")
 
 

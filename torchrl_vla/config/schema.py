@@ -17,6 +17,8 @@ class EnvConfig:
     """Simulator processes (toy: 1, which is the main process)."""
     num_envs: int = 256
     """Members of a process; LIBERO: they share a compiled task and take no memory."""
+    max_cached_tasks: int = 1
+    """LIBERO only: compiled tasks that a worker keeps, 0.8 GB each after the first."""
     overlap: bool = True
     """LIBERO only: workers go on by themselves and are replaced; false is lockstep."""
     max_restarts: int = 3

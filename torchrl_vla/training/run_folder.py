@@ -22,6 +22,7 @@ MAY_DIFFER = frozenset(
         "logger",
         "env.num_workers",
         "env.num_envs",
+        "env.max_cached_tasks",
         "env.overlap",
         "env.max_restarts",
         "env.min_timeout_s",

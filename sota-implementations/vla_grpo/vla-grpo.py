@@ -63,6 +63,7 @@ def run(cfg: Config) -> dict:
             make_loss(policy, cfg.objective),
             cfg.update,
             behavior_log_prob=cfg.objective.behavior_log_prob,
+            mask_unexecuted=cfg.objective.mask_unexecuted,
             reference_policy=make_reference(policy) if cfg.objective.kl_coef else None,
         )
         evaluator = Evaluator(pool, pairs, envs.protocol(cfg.env))

@@ -119,6 +119,8 @@ class ObjectiveConfig:
     """One importance ratio per ``token`` or per ``decision``."""
     behavior_log_prob: str = "rollout"
     """``rollout`` (as sampled) or ``recompute`` (one forward pass more)."""
+    mask_unexecuted: bool = True
+    """Tokens that were sampled but not played do not count; false is an ablation."""
     normalize_std: bool = True
     """Divide advantages by the group's standard deviation."""
     entropy_coef: float = 0.0

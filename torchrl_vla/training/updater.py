@@ -36,6 +36,8 @@ class Updater:
         max_grad_norm: the gradient is scaled down to this norm.
         behavior_log_prob: ``rollout`` takes the log-probs as sampled, ``recompute``
             makes one forward pass before the update.
+        mask_unexecuted: tokens that were sampled but not played, after a success within
+            a chunk, do not count; false is for measuring what that does.
         reference_policy: frozen policy for the KL, or ``None``.
 
     Raises:
@@ -52,6 +54,7 @@ class Updater:
         micro_batch_size: int = 64,
         max_grad_norm: float = 1.0,
         behavior_log_prob: str = "rollout",
+        mask_unexecuted: bool = True,
         reference_policy: nn.Module | None = None,
     ) -> None:
         if episodes_per_step < 1 or micro_batch_size < 1:
@@ -72,6 +75,7 @@ class Updater:
         self.micro_batch_size = micro_batch_size
         self.max_grad_norm = max_grad_norm
         self.behavior_log_prob = behavior_log_prob
+        self.mask_unexecuted = mask_unexecuted
         self.reference_policy = reference_policy
         self.num_optimizer_steps = 0
 
@@ -79,12 +83,18 @@ class Updater:
     def prepare(self, batch: TensorDictBase) -> dict[str, float]:
         """Write the log-probs that the update compares with, before the first step.
 
+        Comes before the advantage, whose loss weights count the tokens that are played.
+
         Returns:
             ``ratio_deviation``: the largest ``|ratio - 1|`` of a played token before
             the first optimizer step (0 but for rounding, if sampling and update agree);
             ``reference_kl`` (with a reference policy): mean log-prob difference per
             played token.
         """
+        if not self.mask_unexecuted:
+            num_executed = batch[keys.NUM_EXECUTED]
+            chunk_size = batch[keys.TOKENS].shape[-2]
+            batch[keys.NUM_EXECUTED] = torch.full_like(num_executed, chunk_size)
         now_BHA = self._log_probs(self.policy, batch)
         mask_BHA = executed_token_mask(
             batch[keys.NUM_EXECUTED], *batch[keys.TOKENS].shape[-2:]
@@ -219,6 +229,7 @@ def make_updater(
     cfg: UpdateConfig,
     *,
     behavior_log_prob: str = "rollout",
+    mask_unexecuted: bool = True,
     reference_policy: nn.Module | None = None,
 ) -> Updater:
     """An updater with AdamW: linear warm-up, then a constant rate.
@@ -226,8 +237,7 @@ def make_updater(
     Args:
         loss_module: with the policy that is trained.
         cfg: the section ``update`` of the options.
-        behavior_log_prob: ``rollout`` or ``recompute``.
-        reference_policy: frozen policy for the KL, or ``None``.
+        behavior_log_prob, mask_unexecuted, reference_policy: see :class:`Updater`.
     """
     policy = loss_module.actor_network
     optimizer = AdamW(
@@ -248,6 +258,7 @@ def make_updater(
         micro_batch_size=cfg.micro_batch_size,
         max_grad_norm=cfg.max_grad_norm,
         behavior_log_prob=behavior_log_prob,
+        mask_unexecuted=mask_unexecuted,
         reference_policy=reference_policy,
     )
 

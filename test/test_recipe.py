@@ -112,7 +112,8 @@ def test_a_run_writes_everything(whole):
     )
     for name in ("config.yaml", "metrics.csv", "curves.png"):
         assert (folder / name).stat().st_size > 0, name
-    assert [p.suffix for p in (folder / "videos").iterdir()] == [".mp4"]
+    names = {path.name.split("_")[-2] for path in (folder / "videos").iterdir()}
+    assert names == {"before", "after"}, "a start before, after, and before_after.mp4"
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
         "iteration_000002.pt",
         "iteration_000004.pt",

@@ -75,16 +75,17 @@ def run(cfg: Config) -> dict:
             "advantage": advantage,
         }
         counters = folder.restore(parts)
-        recorder = Recorder(folder, counters, cfg.train.num_iterations, logger)
+        fps = envs.decisions_per_second(cfg.env)
+        recorder = Recorder(folder, counters, cfg.train.num_iterations, logger, fps=fps)
         stack.enter_context(recorder)
 
-        def evaluate(is_last: bool) -> dict[str, float]:
+        def evaluate(with_videos: bool) -> dict[str, float]:
             with recorder.time("eval"):
-                result = evaluator.evaluate(policy, cfg.eval.num_videos * is_last)
+                result = evaluator.evaluate(policy, cfg.eval.num_videos * with_videos)
             return recorder.evaluated(result)
 
         if folder.iteration == 0:
-            recorder.log(0, evaluate(is_last=cfg.train.num_iterations == 0))
+            recorder.log(0, evaluate(with_videos=True))
         for iteration in range(folder.iteration + 1, cfg.train.num_iterations + 1):
             with recorder.time("collect"):
                 batch, metrics = collector.collect(policy)
@@ -96,7 +97,7 @@ def run(cfg: Config) -> dict:
             is_idle = recorder.count_empty(batch is None) >= cfg.train.patience
             is_last = is_idle or iteration == cfg.train.num_iterations
             if is_last or is_due(iteration, cfg.eval.every):
-                metrics |= evaluate(is_last)
+                metrics |= evaluate(with_videos=is_last)
             recorder.log(iteration, metrics)
             if is_last or is_due(iteration, cfg.checkpoint.every):
                 folder.save(iteration, parts, recorder.counters, cfg.checkpoint.keep)
@@ -104,8 +105,8 @@ def run(cfg: Config) -> dict:
                 recorder.say_idle(metrics)
                 break
         if recorder.result is None:  # resumed with nothing left to do
-            evaluate(is_last=True)
-        return recorder.finish(fps=envs.decisions_per_second(cfg.env))
+            evaluate(with_videos=True)
+        return recorder.finish()
 
 
 def is_due(iteration: int, every: int) -> bool:

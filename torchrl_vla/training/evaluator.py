@@ -100,7 +100,7 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate(self, policy: Policy, num_videos: int = 0) -> EvaluationResult:
-        """Play all pairs; record the first ``num_videos`` of them."""
+        """Play all pairs; record ``num_videos`` of them, the tasks in turn."""
         waiting = iter(enumerate(self.pairs))
 
         def next_request(worker: int) -> EpisodeRequest | None:
@@ -110,7 +110,9 @@ class Evaluator:
             return EpisodeRequest(number, number, *pair, seed=0)
 
         result = EvaluationResult({}, Counter(), {}, self.protocol)
-        frames: dict[int, list[np.ndarray]] = {n: [] for n in range(num_videos)}
+        frames: dict[int, list[np.ndarray]] = {
+            number: [] for number in self._in_turn()[:num_videos]
+        }
         with set_exploration_type(ExplorationType.DETERMINISTIC):
             for decisions in self.pool.play(policy, next_request):
                 self._record(decisions, result, frames)
@@ -120,6 +122,15 @@ class Evaluator:
             if images:
                 result.videos[self.pairs[number]] = np.stack(images)
         return result
+
+    def _in_turn(self) -> list[int]:
+        """Numbers of the pairs: the first of every task, then every second, ..."""
+        seen: Counter[int] = Counter()
+        visits = []
+        for task, _ in self.pairs:
+            visits.append(seen[task])
+            seen[task] += 1
+        return sorted(range(len(self.pairs)), key=visits.__getitem__)
 
     def _record(self, decisions: TensorDictBase, result, frames) -> None:
         numbers = decisions[keys.EPISODE_ID].flatten().tolist()

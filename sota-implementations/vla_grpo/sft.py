@@ -125,6 +125,7 @@ def run(cfg: SFTConfig) -> dict:
             evaluate(is_last=True)
 
         summary = recorder.finish(
+            seed=cfg.seed,
             best_iteration=stopping.best_iteration,
             num_demonstrations=len(demos),
             num_validation_episodes=len(split[1]),

@@ -106,7 +106,7 @@ def run(cfg: Config) -> dict:
                 break
         if recorder.result is None:  # resumed with nothing left to do
             evaluate(with_videos=True)
-        return recorder.finish()
+        return recorder.finish(seed=cfg.seed)
 
 
 def is_due(iteration: int, every: int) -> bool:

@@ -118,6 +118,8 @@ def test_recorder_counts_and_sums_up(folder, capsys):
     )
     assert summary["initial_success_rate"] == 0.25
     assert summary["final_success_rate"] == 0.75
+    assert summary["initial_evaluation"]["tasks"]["0"]["success_rate"] == 0.25
+    assert summary["evaluation"]["tasks"]["0"]["success_rate"] == 0.75
     assert summary["num_eval_episodes"] == 4
     assert summary["num_iterations"] == 2
     assert summary["num_optimizer_steps"] == 4

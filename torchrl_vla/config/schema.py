@@ -54,7 +54,7 @@ class PolicyConfig:
     name: str = "compact"
     """``compact`` (a few million weights, CPU) or ``openvla_oft`` (7 B)."""
     checkpoint: str | None = None
-    """openvla_oft: folder or hub id. compact: a file of weights to start from."""
+    """openvla_oft: folder or hub id. compact: a file, or ``shipped:NAME``."""
     temperature: float = 1.0
     """Divides the logits in sampling and update alike (SimpleVLA-RL: 1.6)."""
     top_k: int = 0

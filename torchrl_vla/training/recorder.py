@@ -157,6 +157,7 @@ class Recorder(AbstractContextManager):
         stage = "after" if "initial_success_rate" in self.counters else ""
         if self.counters.get("initial_success_rate", 0) is None:
             self.counters["initial_success_rate"] = result.success_rate
+            self.counters["initial_evaluation"] = result.summary()
             stage = "before"
         if result.videos:
             folder = self.folder.path / "videos"

@@ -22,7 +22,6 @@ from torchrl_vla.modules import lora, policy_file
 from torchrl_vla.modules.compact_policy import CompactPolicy
 from torchrl_vla.modules.token_policy import TokenPolicy
 
-
 _SAFETENSORS = ".safetensors"
 
 

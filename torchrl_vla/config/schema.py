@@ -35,6 +35,8 @@ class EnvConfig:
     """LIBERO only: ``image`` (agent view) and ``wrist_image``; empty is agent view."""
     image_size: int = 256
     """LIBERO only: rendered width and height in px."""
+    antialias: bool = True
+    """LIBERO only: four samples per px; false halves the time of software rendering."""
     settle_steps: int = 10
     """LIBERO only: env steps without motion after a reset (OpenVLA's evaluation)."""
     image_transform: str = "none"

@@ -48,8 +48,8 @@ class LiberoEnv(EnvBase):
         camera: rendered to ``("observation", "image")``.
         wrist_camera: rendered to ``("observation", "wrist_image")``, if given.
         camera_height, camera_width: px.
-        antialias: four samples per pixel, as in robosuite's pictures. Without, rendering
-            in software takes half the time; a policy must be trained as it is played.
+        antialias: four samples per pixel, as in robosuite's pictures. Without it,
+            software takes half the time; a policy must be trained as it is played.
         from_pixels: add ``"pixels"`` for ``torchrl.record.VideoRecorder``.
         proprio_keys: low-dimensional observations of robosuite, concatenated.
         max_episode_steps: env steps after which an episode is truncated.

@@ -126,8 +126,8 @@ class Renderer:
     Args:
         model: ``mujoco.MjModel``; its offscreen buffer is enlarged if needed.
         height, width: of the largest picture, px.
-        antialias: take the model's number of samples per pixel (robosuite: 4), else one,
-            at half the time in software.
+        antialias: take the model's number of samples per pixel (robosuite: 4); else
+            one, at half the time in software.
         device_id: EGL device, ``None`` for the default. One per process.
 
     Raises:

@@ -4,11 +4,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RECIPE := sota-implementations/vla_grpo/vla-grpo.py
 
-.PHONY: help setup run test check bench clean
+.PHONY: help setup run demo-libero test check bench clean
 
 help:
 	@echo "make setup   install into $(VENV), and headless OpenGL where possible"
 	@echo "make run     train on the toy task (about a minute); ARGS='option=value ...'"
+	@echo "make demo-libero   improve a shipped policy on real LIBERO tasks (about an hour)"
 	@echo "make test    all tests; ARGS='-m \"not libero\"' for a part"
 	@echo "make check   formatting, lints, layers, types"
 	@echo "make bench   benchmarks, results in benchmarks/results"
@@ -21,6 +22,9 @@ $(STAMP): pyproject.toml scripts/setup.sh
 
 run: $(STAMP)
 	$(BIN)/python $(RECIPE) $(ARGS)
+
+demo-libero: $(STAMP)
+	$(BIN)/python $(RECIPE) +experiment=libero_object_cpu $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)

@@ -293,13 +293,13 @@ def table(r: dict[str, dict[str, float]], suite: str, task: int) -> str:
 def shares(single: dict[str, float]) -> str:
     """Where the time of a decision goes."""
     total = single["chunk_s"]
-    render, physics = single["render_s"] / total, CHUNK * single["physics_s"] / total
+    physics = CHUNK * single["physics_s"] / total
     step = CHUNK * single["step_s"] / total
     return (
-        f"A decision of one member takes {total * 1e3:.0f} ms: {render:.0%} rendering, "
-        f"{physics:.0%} physics, {step - physics:.0%} controller and judgement, "
-        f"{1 - render - step:.0%} TorchRL and copies. Making the environment takes "
-        f"{single['make_s']:.1f} s."
+        f"A decision of one member takes {total * 1e3:.0f} ms: {physics:.0%} physics, "
+        f"{step - physics:.0%} controller and judgement, {1 - step:.0%} rendering and "
+        f"TorchRL. A picture alone takes {single['render_s'] * 1e3:.0f} ms. Making the "
+        f"environment takes {single['make_s']:.1f} s."
     )
 
 

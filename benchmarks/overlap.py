@@ -20,7 +20,7 @@ from torchrl_vla.data.random_streams import uniform
 NUM_WORKERS = 4
 NUM_MEMBERS = 2
 NUM_DECISIONS = 6
-NUM_EPISODES = 4 * NUM_WORKERS * NUM_MEMBERS
+NUM_EPISODES = 8 * NUM_WORKERS * NUM_MEMBERS
 
 
 class SleepyPolicy:

@@ -106,13 +106,14 @@ def assert_same_run(folder, whole_folder, ignore=()):
 
 def test_a_run_writes_everything(whole):
     folder, summary = whole
-    assert summary.keys() >= SUMMARY_KEYS
+    assert summary.keys() >= {*SUMMARY_KEYS, "seed", "initial_evaluation", "evaluation"}
     assert json.loads((folder / "summary.json").read_text()) == json.loads(
         json.dumps(summary)
     )
     for name in ("config.yaml", "metrics.csv", "curves.png"):
         assert (folder / name).stat().st_size > 0, name
-    assert [p.suffix for p in (folder / "videos").iterdir()] == [".mp4"]
+    names = {path.name.split("_")[-2] for path in (folder / "videos").iterdir()}
+    assert names == {"before", "after"}, "a start before, after, and before_after.mp4"
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
         "iteration_000002.pt",
         "iteration_000004.pt",

@@ -30,7 +30,7 @@ from torchrl_vla.collectors.factory import make_pool
 from torchrl_vla.config import Config, ConfigError, load
 from torchrl_vla.envs import factory as envs
 from torchrl_vla.modules.factory import make_codec, make_policy
-from torchrl_vla.training import Evaluator, report
+from torchrl_vla.training import Evaluator, report, videos
 from torchrl_vla.training.checkpoint import (
     CheckpointError,
     load_checkpoint,
@@ -42,7 +42,8 @@ from torchrl_vla.training.run_folder import RunFolder
 from torchrl_vla.training.shards import load_weights
 
 MAY_CHANGE = ("eval", "env.task_suite", "env.task_ids", "env.num_workers")
-MAY_CHANGE += ("env.num_envs", "env.overlap", "env.render_gpu_device_id")
+MAY_CHANGE += ("env.num_envs", "env.max_cached_tasks", "env.overlap")
+MAY_CHANGE += ("env.render_gpu_device_id",)
 MAY_CHANGE += ("train.device", "train.num_threads")
 
 
@@ -153,12 +154,8 @@ def save(result: EvaluationResult, cfg: Config, iteration: int) -> dict[str, Any
     run_dir = cfg.run_dir or RunFolder(None, cfg.name, "never", {}).path
     folder = Path(run_dir) / "evaluation"
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("task*_start*.mp4"):  # of another evaluation
-        old.unlink()
-    for (task, start), frames in result.videos.items():
-        outcome = "success" if result.success[task, start] else "failure"
-        path = folder / f"task{task}_start{start}_{outcome}.mp4"
-        report.save_video(path, frames, envs.decisions_per_second(cfg.env))
+    fps = envs.decisions_per_second(cfg.env)
+    videos.save_episodes(folder, result.videos, result.success, fps)
     summary = {"iteration": iteration, "seed": cfg.seed, **result.summary()}
     report.save_json(folder / "evaluation.json", summary)
     print(f"{'task':>8} {'success':>8} {'95 % interval':>16} {'episodes':>9}")

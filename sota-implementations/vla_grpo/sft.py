@@ -92,7 +92,12 @@ def run(cfg: SFTConfig) -> dict:
         parts = {"policy": weights, "trainer": trainer, "stopping": stopping}
         counters = folder.restore(parts)
         recorder = Recorder(
-            folder, counters, cfg.train.num_iterations, logger, SUPERVISED
+            folder,
+            counters,
+            cfg.train.num_iterations,
+            logger,
+            fps=envs.decisions_per_second(cfg.env),
+            recording=SUPERVISED,
         )
         stack.enter_context(recorder)
 
@@ -120,7 +125,7 @@ def run(cfg: SFTConfig) -> dict:
             evaluate(is_last=True)
 
         summary = recorder.finish(
-            fps=envs.decisions_per_second(cfg.env),
+            seed=cfg.seed,
             best_iteration=stopping.best_iteration,
             num_demonstrations=len(demos),
             num_validation_episodes=len(split[1]),

@@ -73,6 +73,7 @@ def run(cfg: Config) -> dict:
             make_loss(policy, cfg.objective),
             cfg.update,
             behavior_log_prob=cfg.objective.behavior_log_prob,
+            mask_unexecuted=cfg.objective.mask_unexecuted,
             reference_policy=reference and trained.share(reference),
             ranks=ranks,
             is_sharded=trained.is_sharded,
@@ -87,16 +88,17 @@ def run(cfg: Config) -> dict:
             "advantage": advantage,
         }
         counters = folder.restore(parts)
-        recorder = Recorder(folder, counters, cfg.train.num_iterations, logger)
+        fps = envs.decisions_per_second(cfg.env)
+        recorder = Recorder(folder, counters, cfg.train.num_iterations, logger, fps=fps)
         stack.enter_context(recorder)
 
-        def evaluate(is_last: bool) -> dict[str, float]:
+        def evaluate(with_videos: bool) -> dict[str, float]:
             with recorder.time("eval"), trained.acting() as actor:
-                result = evaluator.evaluate(actor, cfg.eval.num_videos * is_last)
+                result = evaluator.evaluate(actor, cfg.eval.num_videos * with_videos)
             return recorder.evaluated(result)
 
         if folder.iteration == 0:
-            recorder.log(0, evaluate(is_last=cfg.train.num_iterations == 0))
+            recorder.log(0, evaluate(with_videos=True))
         for iteration in range(folder.iteration + 1, cfg.train.num_iterations + 1):
             with recorder.time("collect"):
                 with trained.acting() as actor:
@@ -111,7 +113,7 @@ def run(cfg: Config) -> dict:
             is_idle = recorder.count_empty(batch is None) >= cfg.train.patience
             is_last = is_idle or iteration == cfg.train.num_iterations
             if is_last or is_due(iteration, cfg.eval.every):
-                metrics |= evaluate(is_last)
+                metrics |= evaluate(with_videos=is_last)
             recorder.log(iteration, metrics)
             if is_last or is_due(iteration, cfg.checkpoint.every):
                 folder.save(iteration, parts, recorder.counters, cfg.checkpoint.keep)
@@ -120,8 +122,8 @@ def run(cfg: Config) -> dict:
                 break
         folder.finish_save()
         if recorder.result is None:  # resumed with nothing left to do
-            evaluate(is_last=True)
-        return recorder.finish(fps=envs.decisions_per_second(cfg.env))
+            evaluate(with_videos=True)
+        return recorder.finish(seed=cfg.seed)
 
 
 def is_due(iteration: int, every: int) -> bool:

@@ -124,3 +124,35 @@ def test_what_is_too_large_is_not_written(tmp_path):
     with pytest.raises(ValueError, match=r"10\.0 MB of weights; at most 10 MB"):
         policy_file.save_policy(path, weights, {})
     assert not path.exists()
+
+
+@pytest.mark.parametrize("path", sorted(policy_file.SHIPPED_FOLDER.iterdir()))
+def test_what_ships_says_how_it_was_made(path):
+    assert path.suffix == ".safetensors"
+    assert path.stat().st_size < policy_file.MAX_BYTES
+    metadata = policy_file.read_metadata(path)
+    assert metadata["command"].startswith("sft.py ")
+    assert " /" not in metadata["command"], "nothing of one machine"
+    assert isinstance(metadata["seed"], int)
+    assert metadata["statistics"].keys() == {metadata["options"]["env"]["task_suite"]}
+    cfg = PolicyConfig(
+        checkpoint=policy_file.SHIPPED + path.stem,
+        **{
+            name: metadata["options"]["policy"][name]
+            for name in ("num_bins", "hidden_dim", "cameras")
+        },
+    )
+    policy = make_policy(cfg, SIZES, seed=0, device=CPU)
+    assert policy.state_std.max() != 1, "weights and statistics are its own"
+    codec = make_codec(cfg, "libero_object")
+    assert codec.high.tolist() == pytest.approx(metadata["action_high"])
+
+
+def test_a_name_that_does_not_ship_is_refused_with_those_that_do():
+    message = "policy.checkpoint=shipped:none: what ships is shipped:libero_object"
+    for make in (
+        lambda cfg: make_policy(cfg, SIZES, seed=0, device=CPU),
+        lambda cfg: make_codec(cfg, "libero_object"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(options("shipped:none"))

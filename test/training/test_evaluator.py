@@ -129,6 +129,14 @@ def test_an_entry_pixels_is_what_is_recorded():
     assert np.array_equal(_frame(td), pixels.numpy())
 
 
+def test_videos_take_the_tasks_in_turn():
+    pairs = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 9)]
+    evaluator = Evaluator(make_pool(1), pairs)
+    assert [pairs[number] for number in evaluator._in_turn()] == [
+        (0, 0), (1, 0), (2, 9), (0, 1), (1, 1), (0, 2)
+    ]  # fmt: skip
+
+
 def test_more_videos_than_pairs():
     result = Evaluator(make_pool(2), [(0, 1)]).evaluate(CentrePolicy(), num_videos=5)
     assert len(result.videos) == 1

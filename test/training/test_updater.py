@@ -56,12 +56,13 @@ def make_batch(policy, num_episodes=16, group_size=4, seed=0):
 def make(policy, batch=None, loss=None, **cfg):
     """An updater of AdamW and, with advantages written, the batch."""
     arguments = {"lr": 1e-2, "episodes_per_step": 8, "micro_batch_size": 7, **cfg}
-    behavior = arguments.pop("behavior_log_prob", "rollout")
+    names = ("behavior_log_prob", "mask_unexecuted")
+    behavior = {name: arguments.pop(name) for name in names if name in arguments}
     with_reference = arguments.pop("with_reference", False)
     updater = make_updater(
         TokenGRPOLoss(policy, **(loss or {})),
         UpdateConfig(**arguments),
-        behavior_log_prob=behavior,
+        **behavior,
         reference_policy=make_reference(policy) if with_reference else None,
     )
     return updater
@@ -194,6 +195,22 @@ def test_recompute_replaces_the_log_probs_of_the_rollout():
     metrics = make(policy, behavior_log_prob="recompute").prepare(batch)
     torch.testing.assert_close(batch[LOG_PROBS], sampled, rtol=0, atol=1e-6)
     assert metrics["ratio_deviation"] > 0.5, "the deviation is that of the rollout"
+
+
+def test_without_the_mask_every_sampled_token_counts():
+    fractions, weight_sums = {}, {}
+    for mask_unexecuted in (True, False):
+        policy = make_policy()
+        batch = make_batch(policy)
+        updater = make(policy, mask_unexecuted=mask_unexecuted)
+        updater.prepare(batch)
+        GroupAdvantage()(batch)
+        weight_sums[mask_unexecuted] = float(batch["loss_weight"].sum() * H * A)
+        fractions[mask_unexecuted] = updater.update(batch)["masked_fraction"]
+    assert fractions[True] > 0.1
+    assert fractions[False] == 0
+    assert weight_sums[False] == pytest.approx(1), "weights count all tokens as well"
+    assert weight_sums[True] > 1.1
 
 
 def test_the_reference_is_the_initial_policy_and_stays_so():

@@ -61,7 +61,9 @@ class EnvPool:
 
     def close(self) -> None:
         """Close the environment."""
+        num_threads = torch.get_num_threads()
         self.env.close(raise_if_closed=False)
+        torch.set_num_threads(num_threads)  # ParallelEnv puts it up
 
     def play(
         self, policy: Policy, next_request: NextRequest

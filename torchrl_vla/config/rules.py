@@ -33,6 +33,7 @@ AT_LEAST = {
     "env.max_episode_steps": 1,
     "env.num_workers": 1,
     "env.num_envs": 1,
+    "env.max_cached_tasks": 1,
     "env.max_restarts": 0,
     "env.image_size": 8,
     "env.settle_steps": 0,

@@ -17,6 +17,8 @@ class EnvConfig:
     """Simulator processes of a rank (toy: 1, which is the main process)."""
     num_envs: int = 256
     """Members of a process; LIBERO: they share a compiled task and take no memory."""
+    max_cached_tasks: int = 1
+    """LIBERO only: compiled tasks that a worker keeps, 0.8 GB each after the first."""
     overlap: bool = True
     """LIBERO only: workers go on by themselves and are replaced; false is lockstep."""
     max_restarts: int = 3
@@ -33,6 +35,8 @@ class EnvConfig:
     """LIBERO only: ``image`` (agent view) and ``wrist_image``; empty is agent view."""
     image_size: int = 256
     """LIBERO only: rendered width and height in px."""
+    antialias: bool = True
+    """LIBERO only: four samples per px; false halves the time of software rendering."""
     settle_steps: int = 10
     """LIBERO only: env steps without motion after a reset (OpenVLA's evaluation)."""
     image_transform: str = "none"
@@ -52,7 +56,7 @@ class PolicyConfig:
     name: str = "compact"
     """``compact`` (a few million weights, CPU) or ``openvla_oft`` (7 B)."""
     checkpoint: str | None = None
-    """openvla_oft: folder or hub id. compact: a file of weights to start from."""
+    """openvla_oft: folder or hub id. compact: a file, or ``shipped:NAME``."""
     temperature: float = 1.0
     """Divides the logits in sampling and update alike (SimpleVLA-RL: 1.6)."""
     top_k: int = 0
@@ -117,6 +121,8 @@ class ObjectiveConfig:
     """One importance ratio per ``token`` or per ``decision``."""
     behavior_log_prob: str = "rollout"
     """``rollout`` (as sampled) or ``recompute`` (one forward pass more)."""
+    mask_unexecuted: bool = True
+    """Tokens that were sampled but not played do not count; false is an ablation."""
     normalize_std: bool = True
     """Divide advantages by the group's standard deviation."""
     entropy_coef: float = 0.0

@@ -115,9 +115,11 @@ def libero_arguments(cfg: EnvConfig) -> dict[str, Any]:
         "task_suite": cfg.task_suite,
         "task_id": task_ids(cfg)[0],
         "num_envs": cfg.num_envs,
+        "max_cached_tasks": cfg.max_cached_tasks,
         "wrist_camera": "robot0_eye_in_hand" if "wrist_image" in cameras else None,
         "camera_height": cfg.image_size,
         "camera_width": cfg.image_size,
+        "antialias": cfg.antialias,
         "max_episode_steps": cfg.max_episode_steps,
         "settle_steps": cfg.settle_steps,
         "render_gpu_device_id": cfg.render_gpu_device_id,
@@ -201,6 +203,7 @@ def protocol(cfg: EnvConfig) -> dict[str, Any]:
         "task_suite": cfg.task_suite,
         "settle_steps": cfg.settle_steps,
         "image_size": cfg.image_size,
+        "antialias": cfg.antialias,
     }
 
 

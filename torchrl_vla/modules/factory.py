@@ -22,6 +22,8 @@ from torchrl_vla.modules import lora, policy_file
 from torchrl_vla.modules.compact_policy import CompactPolicy
 from torchrl_vla.modules.token_policy import TokenPolicy
 
+_SAFETENSORS = ".safetensors"
+
 
 def make_codec(
     cfg: PolicyConfig,
@@ -72,19 +74,21 @@ def codec_statistics(
 
         found = files.load_statistics(cfg.checkpoint, cfg.statistics_folder)
         return {key: files.select_statistics(found, key)}
-    if (cfg.checkpoint or "").endswith(".safetensors"):
-        metadata = policy_file.read_metadata(cfg.checkpoint)
-        return metadata.get("statistics", dict(statistics))
-    return dict(statistics)
+    return _exported(cfg).get("statistics", dict(statistics))
 
 
 def _compact_bounds(cfg: PolicyConfig, entry: Mapping[str, Any] | None) -> tuple:
-    if (cfg.checkpoint or "").endswith(".safetensors"):
-        with _named_option("policy.checkpoint", cfg.checkpoint):
-            metadata = policy_file.read_metadata(cfg.checkpoint)
-        if "action_low" in metadata:
-            return metadata["action_low"], metadata["action_high"]
+    metadata = _exported(cfg)
+    if "action_low" in metadata:
+        return metadata["action_low"], metadata["action_high"]
     return (-1.0, 1.0) if entry is None else action_bounds(entry)
+
+
+def _exported(cfg: PolicyConfig) -> dict[str, Any]:
+    """Metadata of an exported compact policy; empty where the checkpoint is none."""
+    with _named_option("policy.checkpoint", cfg.checkpoint):
+        path = policy_file.locate(cfg.checkpoint or "")
+        return policy_file.read_metadata(path) if path.endswith(_SAFETENSORS) else {}
 
 
 def _has_statistics(cfg: PolicyConfig, key: str) -> bool:
@@ -224,7 +228,7 @@ def load_weights(
     """Weights of a compact policy: a safetensors file, or a checkpoint of a run.
 
     Args:
-        path: of the file.
+        path: of the file, or ``shipped:NAME``.
         shape: of :func:`compact_shape`, compared with what an exported policy was
             trained with.
 
@@ -232,7 +236,8 @@ def load_weights(
         FileNotFoundError: when there is no such file.
         ValueError: for another shape.
     """
-    if path.endswith(".safetensors"):
+    path = policy_file.locate(path)
+    if path.endswith(_SAFETENSORS):
         from safetensors.torch import load_file
 
         metadata = policy_file.read_metadata(path)

@@ -17,8 +17,26 @@ FORMAT = "torchrl_vla.compact/1"
 NAME = "policy.safetensors"
 ORIGIN = "origin.json"
 """Beside the weights of an OpenVLA-OFT: where it is from, and its statistics' hash."""
+SHIPPED = "shipped:"
+"""Prefix of a file that comes with the package, by name."""
+SHIPPED_FOLDER = Path(__file__).parent / "shipped"
 MAX_BYTES = 10_000_000
 """Largest file: a compact policy fits into a repository."""
+
+
+def locate(checkpoint: str) -> str:
+    """The path of ``shipped:NAME``; any other name is a path already.
+
+    Raises:
+        FileNotFoundError: for a name that does not ship, with those that do.
+    """
+    if not checkpoint.startswith(SHIPPED):
+        return checkpoint
+    path = SHIPPED_FOLDER / f"{checkpoint.removeprefix(SHIPPED)}.safetensors"
+    if not path.is_file():
+        names = sorted(SHIPPED + p.stem for p in SHIPPED_FOLDER.glob("*.safetensors"))
+        raise FileNotFoundError(f"what ships is {', '.join(names)}")
+    return str(path)
 
 
 def save_policy(

@@ -104,10 +104,12 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate(self, policy: Policy, num_videos: int = 0) -> EvaluationResult:
-        """Play all pairs; record the first ``num_videos`` of them."""
+        """Play all pairs; record ``num_videos`` of them, the tasks in turn."""
         board = self.ranks.board()
         result = EvaluationResult({}, Counter(), {}, self.protocol)
-        frames: dict[int, list[np.ndarray]] = {n: [] for n in range(num_videos)}
+        frames: dict[int, list[np.ndarray]] = {
+            number: [] for number in self._in_turn()[:num_videos]
+        }
         num_taken = 0
         # A rank leaves the others their part, however many slots it has.
         num_most = -(-len(self.pairs) // self.ranks.size)
@@ -136,6 +138,15 @@ class Evaluator:
             if images:
                 result.videos[self.pairs[number]] = np.stack(images)
         return result
+
+    def _in_turn(self) -> list[int]:
+        """Numbers of the pairs: the first of every task, then every second, ..."""
+        seen: Counter[int] = Counter()
+        visits = []
+        for task, _ in self.pairs:
+            visits.append(seen[task])
+            seen[task] += 1
+        return sorted(range(len(self.pairs)), key=visits.__getitem__)
 
     def _record(self, decisions: TensorDictBase, result, frames) -> None:
         numbers = decisions[keys.EPISODE_ID].flatten().tolist()

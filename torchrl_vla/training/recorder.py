@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from torchrl_vla.training import report
+from torchrl_vla.training import report, videos
 from torchrl_vla.training.evaluator import EvaluationResult
 from torchrl_vla.training.metrics import METRICS, SUPERVISED_METRICS
 from torchrl_vla.training.run_folder import RunFolder
@@ -73,6 +73,7 @@ class Recorder(AbstractContextManager):
         counters: totals of the parts of the run before this one; empty for a new run.
         num_iterations: of the whole run.
         logger: a TorchRL logger that gets every metric too, or ``None``.
+        fps: frames of a video per second.
         recording: what this kind of run records.
 
     Attributes:
@@ -86,9 +87,12 @@ class Recorder(AbstractContextManager):
         counters: Mapping[str, Any],
         num_iterations: int,
         logger: Any = None,
+        *,
+        fps: float = 5.0,
         recording: Recording = GRPO,
     ) -> None:
         self.folder = folder
+        self.fps = fps
         self.recording = recording
         self.metrics = folder.open_metrics(recording.metrics)
         self.logger = logger
@@ -150,10 +154,16 @@ class Recorder(AbstractContextManager):
         )
 
     def evaluated(self, result: EvaluationResult) -> dict[str, float]:
-        """Take note of an evaluation; returns its metrics."""
+        """Take note of an evaluation and save its videos; returns its metrics."""
         self.result = result
+        stage = "after" if "initial_success_rate" in self.counters else ""
         if self.counters.get("initial_success_rate", 0) is None:
             self.counters["initial_success_rate"] = result.success_rate
+            self.counters["initial_evaluation"] = result.summary()
+            stage = "before"
+        if result.videos and self.folder.writes:
+            folder = self.folder.path / "videos"
+            videos.save_episodes(folder, result.videos, result.success, self.fps, stage)
         self.counters["final_success_rate"] = result.success_rate
         low, high = result.interval
         return {
@@ -194,21 +204,17 @@ class Recorder(AbstractContextManager):
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(iteration - self._bar.n)
 
-    def finish(self, fps: float, **further: Any) -> dict[str, Any]:
-        """Draw the curves, write videos and ``summary.json``; returns the summary.
+    def finish(self, **further: Any) -> dict[str, Any]:
+        """Draw the curves, write ``summary.json``; returns the summary.
 
         Args:
-            fps: frames of a video per second.
             further: entries of the summary.
         """
         assert self.result is not None, "finish comes after an evaluation"
         path, result = self.folder.path, self.result
         if self.folder.writes:
             self.recording.save_curves(path / "curves.png", self.metrics.rows)
-            for (task, start), frames in result.videos.items():
-                outcome = "success" if result.success[task, start] else "failure"
-                name = f"task{task}_start{start}_{outcome}.mp4"
-                report.save_video(path / "videos" / name, frames, fps)
+            videos.save_before_after(path / "videos", self.fps)
         self._count_seconds()
         summary = {
             name: round(value, 4) if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: curves, videos, a summary."""
+"""What a run leaves to look at: curves and a summary."""
 
 import json
 import os
@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 STACK = (
     "torch",
@@ -35,21 +33,6 @@ def save_json(path: Path, content: dict[str, Any]) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=2) + "\n")
     os.replace(partial, path)
-
-
-def save_video(path: Path, frames: np.ndarray, fps: float) -> None:
-    """Write uint8 frames ``[T, Y, X, 3]`` as H.264, enlarged to at least 256 px."""
-    import imageio.v2 as imageio
-
-    factor = max(1, -(-256 // min(frames.shape[1:3])))
-    frames = frames.repeat(factor, axis=1).repeat(factor, axis=2)
-    height, width = (size - size % 2 for size in frames.shape[1:3])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with imageio.get_writer(
-        path, fps=fps, macro_block_size=1, output_params=["-loglevel", "error"]
-    ) as writer:
-        for frame in frames[:, :height, :width]:
-            writer.append_data(np.ascontiguousarray(frame))
 
 
 def save_curves(path: Path, rows: Sequence[dict[str, float]]) -> None:

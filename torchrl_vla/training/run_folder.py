@@ -35,6 +35,7 @@ MAY_DIFFER = frozenset(
         "distributed",
         "env.num_workers",
         "env.num_envs",
+        "env.max_cached_tasks",
         "env.overlap",
         "env.max_restarts",
         "env.min_timeout_s",

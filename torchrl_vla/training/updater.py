@@ -39,6 +39,8 @@ class Updater:
         max_grad_norm: the gradient is scaled down to this norm.
         behavior_log_prob: ``rollout`` takes the log-probs as sampled, ``recompute``
             makes one forward pass before the update.
+        mask_unexecuted: tokens that were sampled but not played, after a success within
+            a chunk, do not count; false is for measuring what that does.
         reference_policy: frozen policy for the KL, or ``None``.
         ranks: that share each optimizer step.
         is_sharded: whether the policy is cut over the ranks.
@@ -59,6 +61,7 @@ class Updater:
         micro_batch_size: int = 64,
         max_grad_norm: float = 1.0,
         behavior_log_prob: str = "rollout",
+        mask_unexecuted: bool = True,
         reference_policy: nn.Module | None = None,
         ranks: Ranks | None = None,
         is_sharded: bool = False,
@@ -82,6 +85,7 @@ class Updater:
         self.micro_batch_size = micro_batch_size
         self.max_grad_norm = max_grad_norm
         self.behavior_log_prob = behavior_log_prob
+        self.mask_unexecuted = mask_unexecuted
         self.reference_policy = reference_policy
         self.ranks = ranks or Alone()
         self.is_sharded = is_sharded
@@ -91,6 +95,8 @@ class Updater:
     @torch.no_grad()
     def prepare(self, batch: TensorDictBase | GlobalBatch) -> dict[str, float]:
         """Write the log-probs that the update compares with, before the first step.
+
+        Comes before the advantage, whose loss weights count the tokens that are played.
 
         Args:
             batch: decisions, or with several ranks those of :func:`deal`.
@@ -103,6 +109,10 @@ class Updater:
         """
         batch = _as_global(batch)
         rows = batch.rows
+        if not self.mask_unexecuted:
+            num_executed = rows[keys.NUM_EXECUTED]
+            chunk_size = rows[keys.TOKENS].shape[-2]
+            rows[keys.NUM_EXECUTED] = torch.full_like(num_executed, chunk_size)
         now_BHA = self._log_probs(self.policy, batch)
         mask_BHA = executed_token_mask(
             rows[keys.NUM_EXECUTED], *rows[keys.TOKENS].shape[-2:]
@@ -279,6 +289,7 @@ def make_updater(
     cfg: UpdateConfig,
     *,
     behavior_log_prob: str = "rollout",
+    mask_unexecuted: bool = True,
     reference_policy: nn.Module | None = None,
     **sharing: Any,
 ) -> Updater:
@@ -287,8 +298,7 @@ def make_updater(
     Args:
         loss_module: with the policy that is trained.
         cfg: the section ``update`` of the options.
-        behavior_log_prob: ``rollout`` or ``recompute``.
-        reference_policy: frozen policy for the KL, or ``None``.
+        behavior_log_prob, mask_unexecuted, reference_policy: see :class:`Updater`.
         sharing: ``ranks``, ``is_sharded`` and ``saves_optimizer`` of :class:`Updater`.
     """
     policy = loss_module.actor_network
@@ -310,6 +320,7 @@ def make_updater(
         micro_batch_size=cfg.micro_batch_size,
         max_grad_norm=cfg.max_grad_norm,
         behavior_log_prob=behavior_log_prob,
+        mask_unexecuted=mask_unexecuted,
         reference_policy=reference_policy,
         **sharing,
     )

@@ -260,3 +260,16 @@ def test_bad_arguments(env):
         env.reset(init_state_id=50)
     with pytest.raises(ValueError, match="task_id is 12"):
         env.reset(task_id=12)
+
+
+def test_pictures_without_antialiasing_differ_at_edges_only(env):
+    """Where neighbours are alike, one sample is as good as four."""
+    expected = env.reset(init_state_id=0)["observation", "image"].float()
+    plain = LiberoEnv(SUITE, 0, antialias=False, **SIZE)
+    image = plain.reset(init_state_id=0)["observation", "image"].float()
+    plain.close()
+    difference = (image - expected).abs().amax(0)
+    assert 0.02 < (difference > 8).float().mean() < 0.4, "edges, and nothing but edges"
+    assert difference.median() <= 2
+    again = env.reset(init_state_id=0)["observation", "image"].float()
+    assert torch.equal(again, expected), "the other renderer changes nothing here"

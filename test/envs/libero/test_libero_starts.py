@@ -1,4 +1,4 @@
-"""Which start is next. No simulation."""
+"""Which start is next, and that its scene is the one of a compile."""
 
 import numpy as np
 import pytest
@@ -43,3 +43,38 @@ def test_random_choice_is_seeded():
 def test_out_of_range():
     with pytest.raises(ValueError, match=r"init_state_id is 3; any task 0 has 0 to 2"):
         Starts("any", init_states=STATES, first_id=3)
+
+
+@pytest.mark.parametrize(
+    ("suite", "task_id"),
+    [("libero_spatial", 7), ("libero_spatial", 4), ("libero_10", 8)],
+    ids=["on a stove", "in an open drawer", "a stove that is on"],
+)
+def test_later_soft_resets_equal_a_compile(suite, task_id):
+    """Of scenes in which something is placed by where a fixture was before."""
+    from torchrl_vla.envs.libero.scene import Scene
+    from torchrl_vla.envs.libero.tasks import import_libero, load_task, quiet
+
+    task = load_task(suite, task_id)
+    scene = Scene(task)
+    for seed in (6, 7, 5):
+        scene.reset(seed, None)
+    with quiet():
+        compiled = import_libero().envs.env_wrapper.ControlEnv(
+            bddl_file_name=task.bddl_file,
+            use_camera_obs=False,
+            has_offscreen_renderer=False,
+        )
+        compiled.seed(5)
+        compiled.reset()
+    try:
+        data, model = compiled.sim.data._data, compiled.sim.model._model
+        np.testing.assert_array_equal(scene.data.qpos, data.qpos)
+        np.testing.assert_array_equal(scene.model.body_pos, model.body_pos)
+        np.testing.assert_array_equal(scene.model.body_quat, model.body_quat)
+        before = scene.data.qpos.copy()
+        scene.reset(6, None)
+        assert not np.array_equal(scene.data.qpos, before), "the seed moves something"
+    finally:
+        compiled.close()
+        scene.close()

@@ -48,6 +48,8 @@ class LiberoEnv(EnvBase):
         camera: rendered to ``("observation", "image")``.
         wrist_camera: rendered to ``("observation", "wrist_image")``, if given.
         camera_height, camera_width: px.
+        antialias: four samples per pixel, as in robosuite's pictures. Without it,
+            software takes half the time; a policy must be trained as it is played.
         from_pixels: add ``"pixels"`` for ``torchrl.record.VideoRecorder``.
         proprio_keys: low-dimensional observations of robosuite, concatenated.
         max_episode_steps: env steps after which an episode is truncated.
@@ -110,6 +112,7 @@ class LiberoEnv(EnvBase):
         wrist_camera: str | None = None,
         camera_height: int = 256,
         camera_width: int = 256,
+        antialias: bool = True,
         from_pixels: bool = False,
         proprio_keys: Sequence[str] = (
             "robot0_eef_pos",
@@ -144,6 +147,7 @@ class LiberoEnv(EnvBase):
             self.cameras["wrist_image"] = wrist_camera
         self.camera_height = camera_height
         self.camera_width = camera_width
+        self.antialias = antialias
         self.from_pixels = from_pixels
         self.proprio_keys = tuple(proprio_keys)
         self.max_episode_steps = max_episode_steps
@@ -185,6 +189,7 @@ class LiberoEnv(EnvBase):
             self.num_members,
             height=self.camera_height,
             width=self.camera_width,
+            antialias=self.antialias,
             num_threads=self.num_threads,
             render_gpu_device_id=self.render_gpu_device_id,
         )

@@ -98,6 +98,35 @@ def _orientation_error(goal, current):
     return 0.5 * error
 
 
+@njit(cache=True, error_model="numpy")
+def solve_spd(a, b):
+    """``x`` of ``a x = b`` for a symmetric positive-definite ``a``, by Cholesky.
+
+    LAPACK takes longer to call than to solve systems of this size, and numba's errors
+    for a matrix that is singular or not finite would get lost in a callback; here the
+    result is not finite then.
+    """
+    size, columns = b.shape
+    lower = np.zeros((size, size))
+    x = b.copy()
+    for i in range(size):
+        for k in range(i + 1):
+            rest = a[i, k]
+            for m in range(k):
+                rest -= lower[i, m] * lower[k, m]
+            lower[i, k] = np.sqrt(rest) if i == k else rest / lower[k, k]
+    for column in range(columns):
+        for i in range(size):
+            for m in range(i):
+                x[i, column] -= lower[i, m] * x[m, column]
+            x[i, column] /= lower[i, i]
+        for i in range(size - 1, -1, -1):
+            for m in range(i + 1, size):
+                x[i, column] -= lower[m, i] * x[m, column]
+            x[i, column] /= lower[i, i]
+    return x
+
+
 @njit(cache=True)
 def arm_torques(c, position, rotation, joint, joint_velocity, jacobian, mass, bias):
     """Torques that drive the hand to its goal, N m ``[7]``.
@@ -116,24 +145,24 @@ def arm_torques(c, position, rotation, joint, joint_velocity, jacobian, mass, bi
         bias: Coriolis, centrifugal and gravitational torques, ``[7]``.
     """
     velocity = jacobian @ joint_velocity
-    wrench = np.empty(6)
-    wrench[:3] = c.goal_position - position
-    wrench[3:] = _orientation_error(c.goal_rotation, rotation)
+    wrench = np.empty((6, 1))
+    wrench[:3, 0] = c.goal_position - position
+    wrench[3:, 0] = _orientation_error(c.goal_rotation, rotation)
     for i in range(6):
-        wrench[i] = wrench[i] * c.kp[i] - velocity[i] * c.kd[i]
+        wrench[i, 0] = wrench[i, 0] * c.kp[i] - velocity[i] * c.kd[i]
 
-    mass_inv = np.linalg.inv(mass)
-    mass_inv_jt = mass_inv @ jacobian.T
+    mass_inv_jt = solve_spd(mass, jacobian.T.copy())
     inertia_inv = jacobian @ mass_inv_jt
-    inertia = np.linalg.pinv(inertia_inv)
-    force = np.empty(6)
-    force[:3] = np.linalg.pinv(inertia_inv[:3, :3].copy()) @ wrench[:3]
-    force[3:] = np.linalg.pinv(inertia_inv[3:, 3:].copy()) @ wrench[3:]
-    null_space = np.eye(NUM_JOINTS) - (mass_inv_jt @ inertia) @ jacobian
+    force = np.empty((6, 1))
+    force[:3] = solve_spd(inertia_inv[:3, :3], wrench[:3])
+    force[3:] = solve_spd(inertia_inv[3:, 3:], wrench[3:])
 
     pull = NULL_SPACE_KP * (c.initial_joint - joint)
     pull -= 2.0 * np.sqrt(NULL_SPACE_KP) * joint_velocity
-    torques = jacobian.T @ force + bias + null_space.T @ (mass @ pull)
+    pull = mass @ pull
+    # N^T applied to a vector: robosuite forms N, and inverts where this solves.
+    force -= solve_spd(inertia_inv, (mass_inv_jt.T @ pull).reshape(6, 1))
+    torques = jacobian.T @ force[:, 0].copy() + bias + pull
     for i in range(NUM_JOINTS):
         torques[i] = min(max(torques[i], c.torque_low[i]), c.torque_high[i])
     return torques

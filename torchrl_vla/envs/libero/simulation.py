@@ -132,6 +132,7 @@ class Simulation:
         task: which scene and goal.
         num_members: G.
         height, width: of pictures, px.
+        antialias: see :class:`Renderer`.
         num_threads: members that are stepped at once.
         render_gpu_device_id: EGL device, ``None`` for the default.
     """
@@ -143,6 +144,7 @@ class Simulation:
         *,
         height: int = 256,
         width: int = 256,
+        antialias: bool = True,
         num_threads: int = 1,
         render_gpu_device_id: int | None = None,
     ) -> None:
@@ -151,7 +153,13 @@ class Simulation:
         self.scene = Scene(task)
         self._template = Member(self.scene, self.scene.data)
         self.members = [Member(self.scene) for _ in range(num_members)]
-        self._renderer = Renderer(self.scene.model, height, width, render_gpu_device_id)
+        self._renderer = Renderer(
+            self.scene.model,
+            height,
+            width,
+            antialias=antialias,
+            device_id=render_gpu_device_id,
+        )
         self._start: tuple | None = None
         self._start_success = False
         self._threads = None

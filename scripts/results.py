@@ -4,7 +4,8 @@
 
 Each argument is a name and its run folders, one per seed; the first is the experiment,
 the others are compared with it. Written are ``docs/results.json`` (``summary.json`` of
-each run, by name) and ``docs/images/results.png``; the table is printed.
+each run, by name), ``docs/images/results.png`` and, from the end of the first run's
+``videos/before_after.mp4``, ``docs/images/before_after.png``; the table is printed.
 """
 
 import csv
@@ -13,14 +14,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import imageio.v2 as imageio
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from torchrl_vla.training.metrics import wilson_interval
+from torchrl_vla.training.videos import read_video
 
 DOCS = Path(__file__).parent.parent / "docs"
-STAGES = {0: "supervised start", -1: "after GRPO"}
-"""Entries of a run's ``evaluations``."""
 
 
 def read_runs(arguments: Sequence[str]) -> dict[str, list[Path]]:
@@ -78,13 +79,14 @@ def table(summaries: Mapping[str, Sequence[Mapping]]) -> str:
             seconds = [summary[f"seconds_{p}"] for p in ("collect", "update", "eval")]
             seconds += [summary["seconds_total"]]
             before, after = summary["initial_evaluation"], summary["evaluation"]
+            if before["protocol"] != after["protocol"]:
+                sys.exit(f"{name}: the protocols before and after differ")
             lines.append(
                 f"| {name} | {summary['seed']} | {before['success_rate']:.1%} "
                 f"| {rate(*pooled([summary], 'evaluation')['all'])} "
                 f"| {summary['num_iterations']} | {summary['num_episodes']} "
                 f"| {', '.join(f'{s:.0f}' for s in seconds)} |"
             )
-            assert before["protocol"] == after["protocol"], "not comparable"
     return "\n".join(lines)
 
 
@@ -149,6 +151,8 @@ def main(arguments: Sequence[str]) -> None:
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(DOCS / "images" / "results.png", dpi=110)
+    last = read_video(runs[experiment][0] / "videos" / "before_after.mp4")[-1]
+    imageio.imwrite(DOCS / "images" / "before_after.png", last)
     print(table(summaries))
     for key, label in (("initial_evaluation", "before"), ("evaluation", "after")):
         counts = pooled(summaries[experiment], key)

@@ -168,7 +168,7 @@ def save(result: EvaluationResult, cfg: Config, iteration: int) -> dict[str, Any
     return summary
 
 
-@hydra.main(version_base=None, config_path="../../configs", config_name="vla_grpo")
+@hydra.main(version_base=None, config_path="../../configs", config_name="eval")
 def main(raw: DictConfig) -> None:
     with load.one_clear_error():
         run(raw, given_names(HydraConfig.get().overrides.task))

@@ -81,7 +81,5 @@ def test_what_cannot_be_compared_is_refused(results, tmp_path):
     run = run_folder(tmp_path / "a", 0, evaluation([1]), evaluation([2], limit=280))
     with pytest.raises(SystemExit, match="protocols before and after differ"):
         results.main([f"main={run}"])
-    with pytest.raises(
-        SystemExit, match=r"has no summary\.json: .* not ended"
-    ):
+    with pytest.raises(SystemExit, match=r"has no summary\.json: .* not ended"):
         results.main([f"main={tmp_path}"])

@@ -37,6 +37,7 @@ from torchrl_vla.training.checkpoint import (
     load_newest_checkpoint,
 )
 from torchrl_vla.training.device import choose_device
+from torchrl_vla.training.distributed import require_one_rank
 from torchrl_vla.training.evaluator import EvaluationResult
 from torchrl_vla.training.run_folder import RunFolder
 from torchrl_vla.training.shards import load_weights
@@ -54,6 +55,7 @@ def run(raw: DictConfig | dict, given: Sequence[str]) -> dict[str, Any]:
         raw: options, nested.
         given: names, dotted, of those that were chosen; others are the checkpoint's.
     """
+    require_one_rank("eval.py")
     raw = OmegaConf.create(raw)
     state = find_checkpoint(raw.get("run_dir"), raw.get("resume", "auto"), given)
     cfg = load.load_config(

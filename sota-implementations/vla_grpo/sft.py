@@ -40,6 +40,7 @@ from torchrl_vla.modules.factory import (
 from torchrl_vla.training import Evaluator
 from torchrl_vla.training.demonstration_loader import check_fit, load_demonstrations
 from torchrl_vla.training.device import choose_device
+from torchrl_vla.training.distributed import require_one_rank
 from torchrl_vla.training.early_stopping import EarlyStopping
 from torchrl_vla.training.policy_export import export_policy
 from torchrl_vla.training.recorder import SUPERVISED, Recorder, make_logger
@@ -49,6 +50,7 @@ from torchrl_vla.training.supervised import make_trainer
 
 def run(cfg: SFTConfig) -> dict:
     """Train; returns what ``summary.json`` holds."""
+    require_one_rank("sft.py")
     tasks = envs.task_ids(cfg.env)
     pairs = envs.evaluation_pairs(cfg.env, tasks, cfg.eval.num_init_states)
     device = choose_device(cfg.train.device)

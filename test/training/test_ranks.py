@@ -13,7 +13,7 @@ from torchrl_vla.collectors.ranks import Alone
 from torchrl_vla.config.schema import DistributedConfig
 from torchrl_vla.training.agreement import check_agreement, check_shared_folder
 from torchrl_vla.training.device import choose_device
-from torchrl_vla.training.distributed import join_ranks
+from torchrl_vla.training.distributed import join_ranks, require_one_rank
 
 
 def test_each_number_is_taken_once_and_notes_are_read_in_one_order(tmp_path):
@@ -93,6 +93,13 @@ def test_one_rank_starts_nothing(monkeypatch, size):
     with join_ranks(DistributedConfig(strategy="fsdp")) as ranks:
         assert isinstance(ranks, Alone)
         assert not torch.distributed.is_initialized()
+
+
+def test_scripts_of_one_process_refuse_ranks(monkeypatch):
+    require_one_rank("sft.py")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"sft\.py runs in one process.* 2 ranks"):
+        require_one_rank("sft.py")
 
 
 def test_more_ranks_than_devices():

@@ -177,6 +177,19 @@ def join_ranks(cfg: DistributedConfig) -> Iterator[Alone | ProcessRanks]:
     dist.destroy_process_group()
 
 
+def require_one_rank(script: str) -> None:
+    """Refuse several ranks, of which each would do all the work.
+
+    Raises:
+        ValueError: when torchrun has started more than one.
+    """
+    if (size := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+        raise ValueError(
+            f"{script} runs in one process, and there are {size} ranks (WORLD_SIZE): "
+            f"start it with python instead of torchrun; vla-grpo.py runs on ranks"
+        )
+
+
 def _meet(store: dist.Store, rank: int, size: int) -> list[Peer]:
     """All ranks, once they have come."""
     me = Peer.of_this_process(rank, socket.gethostname())

@@ -54,6 +54,14 @@ def pooled(summaries: Sequence[Mapping], key: str) -> dict[str, tuple[int, int]]
     return counts
 
 
+def before_and_after(summaries: Sequence[Mapping]) -> tuple[dict, dict]:
+    """:func:`pooled` before training, which is the same in all seeds, and after."""
+    once = pooled(summaries[:1], "initial_evaluation")
+    if once != pooled(summaries[-1:], "initial_evaluation"):
+        sys.exit("the seeds of an experiment start from different policies")
+    return once, pooled(summaries, "evaluation")
+
+
 def read_metrics(folder: Path) -> list[dict[str, float]]:
     """Rows of ``metrics.csv``; empty fields are left out."""
     with open(folder / "metrics.csv", newline="") as file:
@@ -92,13 +100,9 @@ def table(summaries: Mapping[str, Sequence[Mapping]]) -> str:
 
 def plot_tasks(axes, summaries: Sequence[Mapping]) -> None:
     """Greedy success per task before and after, all seeds together."""
-    for number, (key, label, color) in enumerate(
-        [
-            ("initial_evaluation", "supervised start", "0.6"),
-            ("evaluation", "after GRPO", "C0"),
-        ]
-    ):
-        counts = pooled(summaries, key)
+    looks = zip(("supervised start", "after GRPO"), ("0.6", "C0"), strict=True)
+    both = before_and_after(summaries)
+    for number, (counts, (label, color)) in enumerate(zip(both, looks, strict=True)):
         for place, (good, num) in enumerate(counts.values()):
             low, high = wilson_interval(good, num)
             x, y = place + 0.38 * number, good / num
@@ -106,9 +110,10 @@ def plot_tasks(axes, summaries: Sequence[Mapping]) -> None:
             axes.plot([x, x], [low, high], color="black", linewidth=1)
     names = [name if name == "all" else f"task {name}" for name in counts]
     axes.set_xticks([place + 0.19 for place in range(len(names))], names)
-    axes.set_ylim(0, 1.02)
+    axes.set_ylim(0, 1.2)
+    axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
     axes.set_title("greedy success, official starts, Wilson 95 %")
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="upper left", ncols=2)
 
 
 def plot_curves(axes, runs: Mapping[str, Sequence[Path]], x: str, title: str) -> None:
@@ -154,8 +159,8 @@ def main(arguments: Sequence[str]) -> None:
     last = read_video(runs[experiment][0] / "videos" / "before_after.mp4")[-1]
     imageio.imwrite(DOCS / "images" / "before_after.png", last)
     print(table(summaries))
-    for key, label in (("initial_evaluation", "before"), ("evaluation", "after")):
-        counts = pooled(summaries[experiment], key)
+    both = before_and_after(summaries[experiment])
+    for label, counts in zip(("before", "after"), both, strict=True):
         print(f"{label}: " + ", ".join(f"{k} {rate(*v)}" for k, v in counts.items()))
 
 

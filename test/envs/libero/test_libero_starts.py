@@ -10,10 +10,10 @@ STATES = np.arange(6.0).reshape(3, 2)
 
 
 def test_a_list_of_states():
-    starts = Starts("any", 4, init_states=STATES, first_id=1, seed=7)
+    starts = Starts("any", 4, init_states=STATES, first_id=1, seed=5, fixture_seed=7)
     assert [starts.choose(4) for _ in range(3)] == [1, 2, 0]
     seed, state = starts.load(4, 2)
-    assert seed == 7
+    assert seed == 7, "the seed of a run does not move fixtures"
     assert state.tolist() == [4.0, 5.0]
     with pytest.raises(ValueError, match="states of task 4 and the task is 5"):
         starts.load(5, 2)

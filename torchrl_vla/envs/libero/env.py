@@ -54,7 +54,8 @@ class LiberoEnv(EnvBase):
         proprio_keys: low-dimensional observations of robosuite, concatenated.
         max_episode_steps: env steps after which an episode is truncated.
         settle_steps: control steps without motion at a start (OpenVLA: 10).
-        seed: places fixtures (reference evaluations use 0) and names sampled starts.
+        seed: names sampled starts.
+        fixture_seed: places fixtures of official starts; reference evaluations use 0.
         render_gpu_device_id: EGL device, which is not the CUDA number; ``None`` is the
             default device. One per process.
         num_envs: G, for batch size ``[G]``; ``None`` for batch size ``[]``. Members
@@ -122,6 +123,7 @@ class LiberoEnv(EnvBase):
         max_episode_steps: int = 512,
         settle_steps: int = 10,
         seed: int = 0,
+        fixture_seed: int = 0,
         render_gpu_device_id: int | None = None,
         num_envs: int | None = None,
         num_threads: int | None = None,
@@ -165,6 +167,7 @@ class LiberoEnv(EnvBase):
             mode=init_state_mode,
             first_id=init_state_id,
             seed=seed,
+            fixture_seed=fixture_seed,
         )
         self._compiled: OrderedDict[int, Simulation] = OrderedDict()
         self.simulation = self._compile(task_id)

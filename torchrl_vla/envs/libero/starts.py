@@ -23,7 +23,8 @@ class Starts:
         mode: ``cycle``, ``fixed`` or ``random``.
         first_id: the number of ``fixed``, counted from the first sampled one for
             ``"sampled"``; where ``cycle`` begins.
-        seed: places fixtures, and names sampled placements.
+        seed: names sampled placements.
+        fixture_seed: places fixtures of listed states, which do not hold them.
 
     Raises:
         ValueError: for another mode, another kind of states, or a number out of range.
@@ -44,6 +45,7 @@ class Starts:
         mode: str = "cycle",
         first_id: int = 0,
         seed: int = 0,
+        fixture_seed: int = 0,
     ) -> None:
         if mode not in MODES:
             raise ValueError(
@@ -62,6 +64,7 @@ class Starts:
         self.mode = mode
         self.next_id = first_id
         self.seed = seed
+        self.fixture_seed = fixture_seed
         self.seed_choice(seed)
         if mode != "random":
             self.load(task_id, self._number(first_id))  # is it in range?
@@ -94,7 +97,7 @@ class Starts:
                 f"{len(states) - 1}, and sampled ones from {FIRST_SAMPLED_INIT_STATE} "
                 "on"
             )
-        return self.seed, states[number]
+        return self.fixture_seed, states[number]
 
     def _number(self, place: int) -> int:
         return place + FIRST_SAMPLED_INIT_STATE * self.is_sampled

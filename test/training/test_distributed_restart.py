@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from rank_processes import free_port
 from test_distributed_recipe import command, moved, run, state_of
 
 
@@ -21,11 +22,14 @@ def wait_for(path, process):
         time.sleep(0.01)
 
 
+TWO_RANKS = ("--standalone", "--nproc-per-node=2")
+
+
 @contextmanager
-def torchrun(max_restarts, rank_command):
-    """A run of two ranks under torchrun."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node", "2", f"--max-restarts={max_restarts}"]
+def torchrun(max_restarts, rank_command, ranks=TWO_RANKS):
+    """torchrun of one host."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", *ranks]
+    launcher += [f"--max-restarts={max_restarts}"]
     root = str(Path(__file__).parents[2])
     with subprocess.Popen(
         launcher + rank_command[1:],
@@ -66,6 +70,21 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_resumes_by_itself(tmp_path)
     state, expected = state_of(folder, 12), state_of(whole, 12)
     assert state["collector"] == expected["collector"]
     assert moved(state, expected) < 2e-4
+
+
+def test_a_rank_that_is_killed_on_another_host_costs_one_restart(tmp_path):
+    """Two torchruns: the second one counts its restart, the first one does not."""
+    options = {"checkpoint__every": 1, "train__num_iterations": 6, "eval__every": 0}
+    line = command(tmp_path / "run", resume="auto", **options)
+    host = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=run")
+    host += (f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1")
+    with torchrun(1, line, host) as first, torchrun(1, line, host) as second:
+        wait_for(tmp_path / "run/checkpoints/iteration_000002.pt", first)
+        os.kill(ranks_of(second)[0], signal.SIGKILL)
+        texts = [each.communicate(timeout=300)[0] for each in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], texts
+    assert sum(text.count("run folder: ") for text in texts) == 2, texts
+    assert (tmp_path / "run/summary.json").exists()
 
 
 @pytest.mark.slow

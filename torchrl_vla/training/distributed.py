@@ -3,7 +3,9 @@
 import os
 import pickle
 import socket
-from collections.abc import Iterator
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -122,7 +124,7 @@ class ProcessRanks:
 
     def add(self, tensors: list[Tensor]) -> None:
         """Replace every tensor by its sum over the ranks; one message per dtype."""
-        for dtype in {tensor.dtype for tensor in tensors}:
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             those = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.flatten() for tensor in those])
             dist.all_reduce(flat)
@@ -151,10 +153,8 @@ def join_ranks(cfg: DistributedConfig) -> Iterator[Alone | ProcessRanks]:
         return
     local_rank, local_size = _check_environment(cfg, size)
     store, rank, _ = next(rendezvous("env://", timeout=_JOIN_TIMEOUT))
-    # torchrun's store survives a restart, with addresses and notes of ranks that ended.
-    attempt = f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     _share_cores(local_rank, local_size)
-    peers = _meet(dist.PrefixStore(attempt, store), rank, size)
+    attempt, peers = _meet(store, rank, size)
     own = dist.PrefixStore(attempt, store.clone())  # a wait blocks a connection
     heartbeat = Heartbeat(own, peers, rank, cfg.heartbeat_timeout_s)
     try:
@@ -190,20 +190,48 @@ def require_one_rank(script: str) -> None:
         )
 
 
-def _meet(store: dist.Store, rank: int, size: int) -> list[Peer]:
-    """All ranks, once they have come."""
+def _meet(store: dist.Store, rank: int, size: int) -> tuple[str, list[Peer]]:
+    """What this start of the ranks is called in the store, and all ranks once here.
+
+    torchrun's store survives a restart, with what ended ranks have left in it, and its
+    hosts count their restarts each for itself. So rank 0 makes up a name and tells it
+    to whoever asks; an answer to a rank that has ended does no harm.
+    """
+    name = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"question{rank}", name)
+        _wait_for({0: f"answer-{name}"}, store, size)
+        name = store.get(f"answer-{name}").decode()
+    here = dist.PrefixStore(name, store)
     me = Peer.of_this_process(rank, socket.gethostname())
-    store.set(f"peer{rank}", pickle.dumps(me))
-    names = [f"peer{number}" for number in range(size)]
-    try:
-        store.wait(names, _JOIN_TIMEOUT)
-    except RuntimeError as error:
-        missing = [name[4:] for name in names if not store.check([name])]
-        raise ChildProcessError(
-            f"rank {', '.join(missing)} of {size} has not come within "
-            f"{_JOIN_TIMEOUT.total_seconds():.0f} s; look at its output"
-        ) from error
-    return [pickle.loads(store.get(name)) for name in names]
+    here.set(f"peer{rank}", pickle.dumps(me))
+    peers = {number: f"peer{number}" for number in range(size)}
+
+    def answer() -> None:
+        for number in range(1, size):
+            if store.check([question := f"question{number}"]):
+                store.set(f"answer-{store.get(question).decode()}", name)
+
+    _wait_for(peers, here, size, answer if rank == 0 else lambda: None)
+    return name, [pickle.loads(here.get(peer)) for peer in peers.values()]
+
+
+def _wait_for(
+    names: dict[int, str],
+    store: dist.Store,
+    size: int,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
+    """Wait for what ranks write when they come; ``names`` is by rank."""
+    give_up_s = time.monotonic() + _JOIN_TIMEOUT.total_seconds()
+    while missing := [str(r) for r, name in names.items() if not store.check([name])]:
+        if time.monotonic() > give_up_s:
+            raise ChildProcessError(
+                f"rank {', '.join(missing)} of {size} has not come within "
+                f"{_JOIN_TIMEOUT.total_seconds():.0f} s; look at its output"
+            )
+        meanwhile()
+        time.sleep(0.05)
 
 
 def _check_environment(cfg: DistributedConfig, size: int) -> tuple[int, int]:

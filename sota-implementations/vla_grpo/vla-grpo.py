@@ -78,6 +78,7 @@ def run(cfg: Config) -> dict:
             ranks=ranks,
             is_sharded=trained.is_sharded,
             saves_optimizer=not trained.saves_shards,
+            device=device,
         )
         evaluator = Evaluator(pool, pairs, envs.protocol(cfg.env), ranks)
 

@@ -90,7 +90,9 @@ def update(checkpoint, cfg, options):
             ranks=ranks,
             is_sharded=trained.is_sharded,
         )
-        gradients, held = [], {}
+        gradients, held, steps = [], {}, []
+        step = updater._step
+        updater._step = lambda *rows: steps.append(step(*rows)) or steps[-1]
 
         def record(*_):
             named = policy.named_parameters()
@@ -105,17 +107,22 @@ def update(checkpoint, cfg, options):
         weights = {n: whole(p.detach()) for n, p in policy.named_parameters()}
         unsharded = policy_of(checkpoint, **options.get("policy", {}))
         unsharded.load_state_dict(weights, strict=False)
+        if cfg.get("mixed_precision"):
+            unsharded = unsharded.bfloat16()
         with trained.acting() as actor:
             tokens = greedy(actor, checkpoint)
+            gathered = num_bytes(actor.parameters())
         held["weights"] = num_bytes(policy.parameters())
         states = updater.optimizer.state.values()
         held["optimizer"] = num_bytes(v for state in states for v in state.values())
         return {
             "held": held,
+            "gathered": gathered,
             "rank": ranks.rank,
             "units": num_units(policy),
             "own": batch.own()["episode_id"].flatten().tolist(),
             "metrics": metrics,
+            "first_step": steps[0],
             "gradients": gradients,
             "weights": weights,
             "tokens": tokens,

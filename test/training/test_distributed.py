@@ -16,8 +16,8 @@ def tiny(tmp_path_factory):
 
 OPTIONS = {"micro_batch": 3, "kl": 0.1}
 CASES = [
-    ("compact", "ddp", 4, {}),
-    ("compact", "fsdp", 4, {"cfg": {"num_replicas": 2}}),
+    ("compact", "ddp", 4, {"behavior": "recompute"}),
+    ("compact", "fsdp", 4, {"cfg": {"num_replicas": 2, "cpu_offload": True}}),
     ("tiny", "ddp", 2, {"policy": {"lora_rank": 2}}),
     ("tiny", "fsdp", 2, {}),
     ("tiny", "fsdp", 4, {"behavior": "recompute"}),
@@ -47,6 +47,9 @@ def test_an_update_is_that_of_one_process(
             assert mine.keys() == theirs.keys()
         assert close(rank["gradients"][0], alone["gradients"][0]) < 1e-6
         assert max(g.abs().max() for g in alone["gradients"][0].values()) > 5e-4
+        for name in ("loss_objective", "loss_kl", "loss_entropy", "grad_norm"):
+            loss = alone["first_step"][name]
+            assert rank["first_step"][name] == pytest.approx(loss, abs=1e-6), name
         # AdamW's first steps are lr x sign of the gradient: where it is rounding
         # noise, so are they.
         assert close(rank["weights"], alone["weights"]) < 2.5e-3
@@ -59,16 +62,35 @@ def test_an_update_is_that_of_one_process(
     assert abs(first["reference_kl"]) > 0
     shapes = policy_of(checkpoint, **options.get("policy", {}))
     num_shards = size // cfg.get("num_replicas", 1) if strategy == "fsdp" else 1
-    expected = memory_table(shapes, num_shards=num_shards)["update"]
+    expected = memory_table(shapes, num_shards=num_shards)
     for part, num_bytes in several[0]["held"].items():
-        assert num_bytes == expected[part], part
+        assert num_bytes == expected["update"][part], part
     for part, num_bytes in alone["held"].items():
         assert num_bytes == memory_table(shapes)["update"][part], part
     if strategy == "fsdp":
+        assert several[0]["gathered"] == expected["rollout"]["gathered"]
         total = alone["local_elements"] * cfg.get("num_replicas", 1)
         assert several[0]["units"] > 3
         for rank in several:
             assert rank["local_elements"] < total * 1.1 / size + 200
+
+
+def test_mixed_precision_keeps_weights_in_float32_and_acts_in_bfloat16(tiny, tmp_path):
+    cfg = {"strategy": "fsdp", "mixed_precision": True}
+    alone = update(tiny, {"strategy": "fsdp"}, OPTIONS)
+    several = on_ranks(update, 2, tmp_path, tiny, cfg, OPTIONS)
+    expected = memory_table(policy_of(tiny), num_shards=2, mixed_precision=True)
+    for rank in several:
+        assert {value.dtype for value in rank["weights"].values()} == {torch.float32}
+        assert torch.equal(rank["tokens"], rank["unsharded_tokens"])
+        assert rank["gathered"] == expected["rollout"]["gathered"]
+        mine, theirs = (
+            torch.cat([g.flatten() for g in run["gradients"][0].values()])
+            for run in (rank, alone)
+        )
+        assert torch.cosine_similarity(mine, theirs, dim=0) > 0.99
+    for part, num_bytes in several[0]["held"].items():
+        assert num_bytes == expected["update"][part], part
 
 
 def close(left, right):

@@ -15,6 +15,8 @@ import torchrl_vla
 from torchrl_vla.collectors.ranks import Ranks
 from torchrl_vla.training.report import versions
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def check_agreement(ranks: Ranks, facts: Mapping[str, Any]) -> None:
     """Refuse ranks that differ; every rank calls it and every rank raises.
@@ -60,13 +62,16 @@ def code_version() -> dict[str, str]:
 
 @torch.no_grad()
 def weights_digest(policy: nn.Module) -> str:
-    """A short text that differs when weights do (sums and norms per parameter)."""
+    """A short text that differs when weights do, and is the same on any device.
+
+    Of each tensor it takes the sum of its bits, read as integers: a sum of floats would
+    depend on the order in which a device adds.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for name, value in policy.state_dict().items():
         if isinstance(value, torch.Tensor):
-            numbers = value.detach().double()
-            text = f"{name} {numbers.sum().item()!r} {numbers.norm().item()!r}"
-            digest.update(text.encode())
+            bits = value.contiguous().view(_INTEGERS[value.element_size()])
+            digest.update(f"{name} {bits.sum(dtype=torch.int64).item()}".encode())
     return digest.hexdigest()
 
 

@@ -18,6 +18,7 @@ def memory_table(
     *,
     num_shards: int = 1,
     mixed_precision: bool = False,
+    cpu_offload: bool = False,
     activations: int = 0,
     micro_batch_size: int = 0,
     rollout_batch_size: int = 0,
@@ -34,6 +35,7 @@ def memory_table(
         policy: of the shapes; weights on the meta device are enough.
         num_shards: ranks that one policy is cut over; 1 is a whole one on each.
         mixed_precision: float32 shards that are gathered in bfloat16.
+        cpu_offload: shards, their gradients and the optimizer are in host memory.
         activations: bytes that the backward pass of a decision needs, see
             :func:`activation_bytes`.
         micro_batch_size: decisions per forward and backward pass.
@@ -57,6 +59,8 @@ def memory_table(
     gradients = _local(trained, num_shards, master)
     # Two moments of each weight, and a float32 count of steps of each parameter.
     optimizer = 2 * gradients + 4 * len(trained)
+    if cpu_offload:
+        weights = gradients = optimizer = 0
     is_cut = num_shards > 1
     shared = {"weights": weights, "optimizer": optimizer}
     rollout = {

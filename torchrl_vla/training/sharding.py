@@ -88,8 +88,10 @@ class ShardedPolicy(TrainedPolicy):
     ) -> None:
         self._dtype = torch.bfloat16 if mixed_precision else None
         self._mesh = mesh
-        self._offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
         self._device = next(policy.parameters()).device
+        self._offload = OffloadPolicy()
+        if cpu_offload:
+            self._offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
         self._empty = _without_weights(policy)
         super().__init__(self._cut(policy, master=mixed_precision), saves_shards=True)
 
@@ -129,8 +131,10 @@ class ShardedPolicy(TrainedPolicy):
         empty = dict(self._empty.named_parameters())
         with torch.no_grad():
             for name, shard in self.policy.named_parameters():
-                whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
-                whole = whole.to(self._device, self._dtype or whole.dtype)
+                # Cast before it travels, on the device that computes.
+                whole = shard.to(self._device, self._dtype or shard.dtype)
+                if isinstance(whole, DTensor):
+                    whole = whole.full_tensor()
                 _set_parameter(self._empty, name, whole)
         try:
             yield self._empty

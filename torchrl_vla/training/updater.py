@@ -46,6 +46,7 @@ class Updater:
         is_sharded: whether the policy is cut over the ranks.
         saves_optimizer: whether the optimizer is in :meth:`state_dict`, or saved with
             the shards of the policy.
+        device: that computes; ``None`` is where the parameters are.
 
     Raises:
         ValueError: for sizes below 1 or an unknown ``behavior_log_prob``.
@@ -66,6 +67,7 @@ class Updater:
         ranks: Ranks | None = None,
         is_sharded: bool = False,
         saves_optimizer: bool = True,
+        device: torch.device | None = None,
     ) -> None:
         if episodes_per_step < 1 or micro_batch_size < 1:
             raise ValueError(
@@ -90,6 +92,7 @@ class Updater:
         self.ranks = ranks or Alone()
         self.is_sharded = is_sharded
         self.saves_optimizer = saves_optimizer
+        self.device = device or next(self.policy.parameters()).device
         self.num_optimizer_steps = 0
 
     @torch.no_grad()
@@ -130,15 +133,15 @@ class Updater:
 
     def _log_probs(self, policy: nn.Module, batch: GlobalBatch) -> torch.Tensor:
         policy.eval()
-        device = _device_of(policy)
         own = batch.own()
-        parts = [
-            policy.get_dist(part.to(device)).log_prob(part[keys.TOKENS].to(device))
-            for part in own.split(self.micro_batch_size)
-            if len(part)
-        ]
+        parts = []
+        for part in own.split(self.micro_batch_size):
+            if len(part):
+                on_device = part.to(self.device)
+                dist = policy.get_dist(on_device)
+                parts.append(dist.log_prob(on_device[keys.TOKENS]))
         for spare in self._spares(batch, 0, len(batch.rows)):
-            policy.get_dist(spare.to(device))
+            policy.get_dist(spare.to(self.device))
         like = own[keys.LOG_PROBS]
         joined = torch.cat(parts).to(like.device) if parts else like
         return batch.join(joined, self.ranks)
@@ -226,14 +229,13 @@ class Updater:
     def _step(self, batch: GlobalBatch, start: int, end: int) -> dict[str, float]:
         """An optimizer step on the rows from ``start`` to ``end``."""
         self.optimizer.zero_grad(set_to_none=True)
-        device = _device_of(self.policy)
         totals: dict[str, float] = {}
         for part in batch.own(start, end).split(self.micro_batch_size):
             if len(part):
-                losses = self._backward(part.to(device))
+                losses = self._backward(part.to(self.device))
                 combine(totals, {k: v.item() for k, v in losses.items()})
         for spare in self._spares(batch, start, end):
-            self._backward(spare.to(device))
+            self._backward(spare.to(self.device))
         everywhere = self.ranks.gather(totals)
         totals = {}
         for of_rank in everywhere:
@@ -280,10 +282,6 @@ def _silent(row: TensorDictBase) -> TensorDictBase:
     return silent
 
 
-def _device_of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
-
-
 def make_updater(
     loss_module: TokenGRPOLoss,
     cfg: UpdateConfig,
@@ -299,7 +297,8 @@ def make_updater(
         loss_module: with the policy that is trained.
         cfg: the section ``update`` of the options.
         behavior_log_prob, mask_unexecuted, reference_policy: see :class:`Updater`.
-        sharing: ``ranks``, ``is_sharded`` and ``saves_optimizer`` of :class:`Updater`.
+        sharing: ``ranks``, ``is_sharded``, ``saves_optimizer`` and ``device`` of
+            :class:`Updater`.
     """
     policy = loss_module.actor_network
     optimizer = AdamW(

@@ -11,7 +11,11 @@ from rank_talks import exchange_rows, share_numbers, tell_facts
 
 from torchrl_vla.collectors.ranks import Alone
 from torchrl_vla.config.schema import DistributedConfig
-from torchrl_vla.training.agreement import check_agreement, check_shared_folder
+from torchrl_vla.training.agreement import (
+    check_agreement,
+    check_shared_folder,
+    weights_digest,
+)
 from torchrl_vla.training.device import choose_device
 from torchrl_vla.training.distributed import join_ranks, require_one_rank
 
@@ -59,6 +63,17 @@ def test_one_rank_agrees_with_itself(tmp_path):
     check_agreement(Alone(), {"seed": 1})
     check_shared_folder(Alone(), tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_digest_tells_weights_apart_by_their_last_bit(dtype):
+    layer = torch.nn.Linear(50, 40, dtype=dtype)
+    before = weights_digest(layer)
+    assert weights_digest(layer) == before
+    up = torch.tensor(float("inf"), dtype=dtype)
+    with torch.no_grad():
+        layer.weight[3, 4] = torch.nextafter(layer.weight[3, 4], up)
+    assert weights_digest(layer) != before
 
 
 @pytest.mark.parametrize(

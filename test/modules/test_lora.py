@@ -47,6 +47,22 @@ def test_fresh_adapters_change_nothing_and_are_all_that_is_trained(model):
     assert all("self_attn" in n and "language_model" in n for n in trained)
 
 
+def test_adapters_of_a_bfloat16_model_take_small_steps(model):
+    add_lora(model.bfloat16(), rank=4)
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    assert {p.dtype for p in adapters} == {torch.float32}
+    before = [p.detach().clone() for p in adapters]
+    optimizer = torch.optim.AdamW(adapters, lr=1e-5, weight_decay=0.0)
+    for _ in range(3):  # B is 0 at first, and A then without a gradient
+        optimizer.zero_grad()
+        logits(model).float().logsumexp(-1).sum().backward()
+        optimizer.step()
+    for parameter, old in zip(adapters, before, strict=True):
+        assert 1e-6 < (parameter - old).abs().max() < 1e-4
+    merged = merge_lora(model)
+    assert {p.dtype for p in merged.parameters()} == {torch.bfloat16}
+
+
 def test_adapters_off_is_the_model_before(model):
     before = logits(model).detach()
     add_lora(model, rank=4)

@@ -12,6 +12,7 @@ from torchrl_vla.modules.openvla_oft.config import OpenVLAOFTConfig
 from torchrl_vla.training.memory import PARTS, activation_bytes, memory_table
 
 REAL = Path(__file__).parents[1] / "goldens/openvla_oft/real_7b_config.json"
+SCALING = Path(__file__).parents[2] / "docs/scaling.md"
 
 
 def on_meta(config, dtype=torch.float32):
@@ -75,3 +76,21 @@ def test_one_decision_of_the_7b_model_with_checkpointing(real):
         real.gradient_checkpointing = False
     # 32 layers keep their input of 348 tokens x 4096 in bfloat16: 91 MB of it.
     assert 91e6 < num_bytes < 400e6
+
+
+@pytest.mark.parametrize("rank", [0, 32], ids=["full", "lora"])
+def test_the_table_of_the_documentation(rank):
+    config = OpenVLAOFTConfig.from_dict(json.loads(REAL.read_text()))
+    model = on_meta(config, torch.bfloat16)
+    model.gradient_checkpointing = True
+    cut = {"num_shards": 8, "mixed_precision": True, "micro_batch_size": 8}
+    if rank:
+        cut = {"micro_batch_size": 4}
+        with torch.device("meta"):
+            lora.add_lora(model, rank=rank)
+    policy = OpenVLAOFTPolicy(model, None)
+    table = memory_table(policy, activations=activation_bytes(model), **cut)
+    text = SCALING.read_text()
+    for name, phase in table.items():
+        numbers = [f"{phase[part] / 1e9:.2f}" for part in [*PARTS[:-1], "total"]]
+        assert f"| {name} | {' | '.join(numbers)} |" in text

@@ -25,7 +25,8 @@ def add_lora(
     """Attach adapters in place and freeze everything else.
 
     ``W x`` becomes ``W x + (alpha / rank) B A x`` with ``B = 0`` at first, so the model
-    computes what it did before.
+    computes what it did before. Adapters are float32 whatever the model is: in bfloat16
+    the steps of a small learning rate would round to nothing.
 
     Source: Hu et al. (arXiv:2106.09685), as implemented in peft. Unlike
     ``peft.get_peft_model`` the model is not wrapped: names, type and methods stay.
@@ -68,6 +69,8 @@ def add_lora(
         torch.default_generator.manual_seed(seed)
         peft.inject_adapter_in_model(config, model)
     for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
         parameter.requires_grad_("lora_" in name)
     return model
 

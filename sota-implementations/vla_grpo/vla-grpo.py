@@ -116,6 +116,7 @@ def run(cfg: Config) -> dict:
             if is_last or is_due(iteration, cfg.eval.every):
                 metrics |= evaluate(with_videos=is_last)
             recorder.log(iteration, metrics)
+            folder.finish_save()  # of the iteration before
             if is_last or is_due(iteration, cfg.checkpoint.every):
                 folder.save(iteration, parts, recorder.counters, cfg.checkpoint.keep)
             if is_idle:

@@ -1,7 +1,9 @@
-"""What the tests of shards run on each rank: save, and save on a disk that is full."""
+"""What the tests of shards run on each rank: save, also on a full disk, and load."""
 
 import resource
+from contextlib import contextmanager
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import torch
 from rank_updates import policy_of, whole
@@ -15,8 +17,9 @@ from torchrl_vla.training.sharding import share_policy
 from torchrl_vla.training.updater import make_updater
 
 
-def save(checkpoint, folder, asynchronous, disk_bytes=None):
-    """One optimizer step on made-up gradients, saved; then another, on a small disk."""
+@contextmanager
+def running(checkpoint, folder, resume="never", asynchronous=False):
+    """The parts of a run that a checkpoint of a cut policy is about."""
     cfg = DistributedConfig(strategy="fsdp", async_save=asynchronous)
     options = asdict(Config())
     options["policy"] |= {
@@ -30,34 +33,80 @@ def save(checkpoint, folder, asynchronous, disk_bytes=None):
         policy = policy_of(checkpoint)
         trained = share_policy(policy, cfg, ranks)
         updater = make_updater(
-            TokenGRPOLoss(policy), UpdateConfig(lr=1e-3), ranks=ranks, is_sharded=True,
+            TokenGRPOLoss(policy),
+            UpdateConfig(lr=1e-3, warmup_steps=5),
+            ranks=ranks,
+            is_sharded=trained.is_sharded,
             saves_optimizer=False,
-        )  # fmt: skip
-        run = RunFolder(
-            str(folder), "name", "never", options, ranks=ranks, async_save=asynchronous
         )
-        parts = {"policy": trained.state(updater.optimizer), "updater": updater}
-        step(policy, updater)
-        weights = {n: whole(p.detach()) for n, p in policy.named_parameters()}
-        run.save(1, parts, {}, keep=1)
+        yield SimpleNamespace(
+            rank=ranks.rank,
+            policy=policy,
+            updater=updater,
+            parts={"policy": trained.state(updater.optimizer), "updater": updater},
+            folder=RunFolder(
+                str(folder),
+                "name",
+                resume,
+                options,
+                ranks=ranks,
+                async_save=asynchronous,
+            ),
+        )
+
+
+def save(checkpoint, folder, asynchronous, disk_bytes=None):
+    """One optimizer step on made-up gradients, saved; then another, on a small disk."""
+    with running(checkpoint, folder, asynchronous=asynchronous) as run:
+        step(run)
+        saved = held(run)
+        run.folder.save(1, run.parts, {}, keep=1)
         if asynchronous:
-            step(policy, updater)  # while it is written
-        run.finish_save()
+            step(run)  # while it is written
+        run.folder.finish_save()
         error = None
         if disk_bytes is not None:
-            step(policy, updater)
+            step(run)
             _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-            if ranks.rank == 1:
+            if run.rank == 1:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (disk_bytes, most))
             try:
-                run.save(2, parts, {}, keep=1)
+                run.folder.save(2, run.parts, {}, keep=1)
+                run.folder.finish_save()
             except CheckpointError as problem:
                 error = str(problem)
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-        return weights, error
+        return saved, error
 
 
-def step(policy, updater):
-    for number, parameter in enumerate(policy.parameters()):
+def load(checkpoint, folder):
+    """What a policy and its optimizer hold once the newest checkpoint is read."""
+    with running(checkpoint, folder, resume="auto") as run:
+        with torch.no_grad():
+            for parameter in run.policy.parameters():
+                parameter.zero_()
+        run.folder.restore(run.parts)
+        return held(run)
+
+
+def step(run):
+    for number, parameter in enumerate(run.policy.parameters()):
         parameter.grad = torch.full_like(parameter, 0.1 + number % 3)
-    updater.optimizer.step()
+    run.updater.optimizer.step()
+    run.updater.scheduler.step()
+    run.updater.num_optimizer_steps += 1
+
+
+def held(run):
+    """Weights, moments and place in the schedule, put together from all ranks."""
+    states = run.updater.optimizer.state
+    named = dict(run.policy.named_parameters())
+    return {
+        "weights": {name: whole(p.detach()) for name, p in named.items()},
+        "optimizer": {
+            f"{name} {key}": whole(value)
+            for name, p in named.items()
+            for key, value in sorted(states[p].items())
+        },
+        "updater": run.updater.state_dict(),
+    }

@@ -56,13 +56,15 @@ def ranks_of(process):
 
 
 def test_torchrun_restarts_a_killed_rank_and_the_run_resumes_by_itself(tmp_path):
-    options = {"distributed__strategy": "fsdp", "checkpoint__every": 1}
-    options |= {"train__num_iterations": 12, "eval__every": 0}
+    options = {"distributed__strategy": "fsdp", "distributed__async_save": True}
+    options |= {"train__num_iterations": 12, "checkpoint__every": 3, "eval__every": 0}
     whole = tmp_path / "whole"
     run(2, whole, **options)
     folder = tmp_path / "killed"
     with torchrun(1, command(folder, resume="auto", **options)) as process:
-        wait_for(folder / "checkpoints" / "iteration_000002.pt", process)
+        wait_for(folder / "checkpoints" / "iteration_000003.pt", process)
+        last = (folder / "metrics.csv").read_text().splitlines()[-1]
+        assert int(last.split(",")[0]) in (4, 5), "complete an iteration later"
         os.kill(ranks_of(process)[1], signal.SIGKILL)
         text, _ = process.communicate(timeout=300)
     assert process.returncode == 0, text

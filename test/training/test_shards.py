@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from rank_processes import on_ranks
-from rank_saves import save
+from rank_saves import load, save
 from rank_updates import greedy, policy_of
 
 from torchrl_vla.modules.openvla_oft.tiny import save_tiny_checkpoint
@@ -26,36 +26,71 @@ def tiny(tmp_path_factory):
     return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.parametrize(("size", "asynchronous"), [(4, False), (2, True)])
-def test_exported_in_the_layout_it_was_loaded_from(tiny, tmp_path, size, asynchronous):
-    run = tmp_path / "run"
-    results = on_ranks(save, size, tmp_path, tiny, run, asynchronous)
-    weights, _ = results[0]
+@pytest.fixture(scope="module")
+def on_four(tiny, tmp_path_factory):
+    """A run folder that four ranks have saved to, and what they held."""
+    folder = tmp_path_factory.mktemp("four")
+    results = on_ranks(save, 4, folder, tiny, folder / "run", False)
+    return folder / "run", results[0][0]
+
+
+@pytest.mark.parametrize("size", [2, 1])
+def test_fewer_ranks_load_what_four_have_saved_bit_for_bit(
+    tiny, on_four, tmp_path, size
+):
+    run, saved = on_four
+    results = (
+        on_ranks(load, size, tmp_path, tiny, run) if size > 1 else [load(tiny, run)]
+    )
+    for loaded in results:
+        for part in ("weights", "optimizer"):
+            assert loaded[part].keys() == saved[part].keys()
+            for name, value in saved[part].items():
+                assert torch.equal(loaded[part][name], value), name
+        assert loaded["updater"] == saved["updater"]
+    assert saved["updater"]["num_optimizer_steps"] == 1
+    moments = [v for k, v in saved["optimizer"].items() if k.endswith("exp_avg")]
+    assert all(value.abs().min() > 0 for value in moments)
+
+
+def test_exported_in_the_layout_it_was_loaded_from(tiny, on_four, tmp_path):
+    check_export(tiny, *on_four, tmp_path / "exported")
+
+
+def test_what_is_written_meanwhile_is_what_was_saved(tiny, tmp_path):
+    results = on_ranks(save, 2, tmp_path, tiny, tmp_path / "run", True)
+    check_export(tiny, tmp_path / "run", results[0][0], tmp_path / "exported")
+
+
+def check_export(tiny, run, saved, folder):
     checkpoints = list_checkpoints(run / "checkpoints")
     assert [path.name for path in checkpoints] == ["iteration_000001.pt"]
-    folder = export_run(checkpoints[0], tmp_path / "exported")
+    export_run(checkpoints[0], folder)
     # The same files, the shard of weights rewritten.
     names = sorted(path.name for path in tiny.iterdir())
     assert sorted(path.name for path in folder.iterdir()) == names
     exported, before = policy_of(folder), policy_of(tiny)
     for name, value in exported.named_parameters():
-        assert torch.equal(value, weights[name]), name
+        assert torch.equal(value, saved["weights"][name]), name
     assert not torch.equal(
         exported.model.projector.fc1.weight, before.model.projector.fc1.weight
     )
     assert greedy(exported, folder).shape == greedy(before, tiny).shape
 
 
-def test_a_disk_that_is_full_on_one_rank_leaves_the_old_checkpoint(tiny, tmp_path):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_that_is_full_on_one_rank_leaves_the_old_checkpoint(
+    tiny, tmp_path, asynchronous
+):
     run = tmp_path / "run"
-    results = on_ranks(save, 2, tmp_path, tiny, run, False, 100_000)
+    results = on_ranks(save, 2, tmp_path, tiny, run, asynchronous, 100_000)
     for _, error in results:
         assert "iteration_000002.shards cannot be written" in error
         assert "rank 1" in error
         assert "resume=auto" in error
     state = load_newest_checkpoint(run / "checkpoints")
     assert state["iteration"] == 1
-    weights = results[0][0]
+    weights = results[0][0]["weights"]
     exported = policy_of(
         export_run(list_checkpoints(run / "checkpoints")[0], tmp_path / "exported")
     )

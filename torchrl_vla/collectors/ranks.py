@@ -57,6 +57,10 @@ class Ranks(Protocol):
         """
         ...
 
+    def add(self, tensors: list[Any]) -> None:
+        """Replace every tensor by its sum over the ranks; every rank calls it."""
+        ...
+
 
 class LocalBoard:
     """A :class:`Board` of one rank."""
@@ -107,3 +111,6 @@ class Alone:
 
     def exchange(self, parts: list[Any]) -> list[Any]:
         return list(parts)
+
+    def add(self, tensors: list[Any]) -> None:
+        """Nothing: each is its own sum."""

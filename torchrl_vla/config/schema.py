@@ -186,7 +186,7 @@ class DistributedConfig:
     cpu_offload: bool = False
     """fsdp only: weights, gradients and optimizer in host memory while not needed."""
     async_save: bool = False
-    """fsdp only: go on while a checkpoint is written."""
+    """fsdp only: write a checkpoint during the iteration after it."""
     timeout_s: float = 1800.0
     """Longest wait for the other ranks, s: above the slowest episode."""
     heartbeat_timeout_s: float = 60.0

@@ -123,7 +123,7 @@ class ProcessRanks:
         return list(whole.split(received))
 
     def add(self, tensors: list[Tensor]) -> None:
-        """Replace every tensor by its sum over the ranks; one message per dtype."""
+        # One message per dtype.
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             those = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.flatten() for tensor in those])

@@ -1,7 +1,6 @@
 """Gradients of several ranks: summed, measured, cut to a norm."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +17,17 @@ def sum_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
 
     Args:
         parameters: the same on every rank, whole.
-        ranks: of the run, with ``add``.
+        ranks: of the run.
     """
     device = parameters[0].device
     here = [p.grad is not None for p in parameters]
     anywhere = torch.tensor(here, dtype=torch.float32, device=device)
-    sum_over: Any = ranks
-    sum_over.add([anywhere])
+    ranks.add([anywhere])
     with_gradient = [p for p, num in zip(parameters, anywhere, strict=True) if num]
     for parameter in with_gradient:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    sum_over.add([p.grad for p in with_gradient])
+    ranks.add([p.grad for p in with_gradient])
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:

@@ -62,7 +62,8 @@ class RunFolder:
         may_differ: dotted names, or sections, that may change between the parts of a
             run.
         ranks: of the run. All read; the first one chooses the folder and writes.
-        async_save: go on while a cut policy is written.
+        async_save: a cut policy is written until :meth:`finish_save`, while the run
+            goes on.
 
     Attributes:
         writes: whether this rank does.
@@ -184,7 +185,11 @@ class RunFolder:
             self.finish_save()
 
     def finish_save(self) -> None:
-        """Wait until the last checkpoint is complete; every rank calls it."""
+        """Wait until the last checkpoint is complete; every rank calls it.
+
+        Raises:
+            CheckpointError: when it cannot be written; the ones before stay.
+        """
         complete, self._pending = self._pending, None
         if complete is not None:
             complete()

@@ -7,12 +7,12 @@ RECIPE := sota-implementations/vla_grpo/vla-grpo.py
 .PHONY: help setup run demo-libero test check bench clean
 
 help:
-	@echo "make setup   install into $(VENV), and headless OpenGL where possible"
-	@echo "make run     train on the toy task (about a minute); ARGS='option=value ...'"
-	@echo "make demo-libero   improve a shipped policy on real LIBERO tasks (about an hour)"
-	@echo "make test    all tests; ARGS='-m \"not libero\"' for a part"
-	@echo "make check   formatting, lints, layers, types"
-	@echo "make bench   benchmarks, results in benchmarks/results"
+	@echo "make setup        install into $(VENV), and headless OpenGL where possible"
+	@echo "make run          train on the toy task (about a minute); ARGS='option=value ...'"
+	@echo "make demo-libero  improve a shipped policy on real LIBERO tasks (half an hour)"
+	@echo "make test         the tests; ARGS='-m \"not libero\"' for a part, -m slow for the rest"
+	@echo "make check        formatting, lints, layers, types"
+	@echo "make bench        benchmarks, results in benchmarks/results"
 
 setup: $(STAMP)
 

@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 SCRIPT = ROOT / "sota-implementations" / "vla_grpo" / "vla-grpo.py"
-SECONDS = 20
+SECONDS = 60  # a bound for what hangs; busy cores make an end slow
 """Within this time everything has to end; starting takes longer."""
 SMALL = [
     "+experiment=libero_smoke",
@@ -211,7 +211,7 @@ def test_no_process_is_left(summary):
 def test_the_video_shows_the_scene_upright(summary, folder):
     from torchrl_vla.envs import LiberoEnv
 
-    (path,) = (folder / "videos").glob("*.mp4")
+    (path,) = (folder / "videos").glob("task0_start0_after_*.mp4")
     frames = decode(path, size=256)
     assert len(frames) == 3, "one per decision and the last"
     env = LiberoEnv("libero_spatial", 0, camera_height=64, camera_width=64)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from countdown import CoinPolicy, make_workers
-from test_group_collector import G, TASKS, returns_by_group, same
+from test_group_collector import TASKS, G, returns_by_group, same
 
 from torchrl_vla.collectors import EnvPool, GroupCollector
 from torchrl_vla.collectors.group_wave import PLAYED
@@ -127,9 +127,7 @@ def test_the_batch_is_that_of_one_rank_however_slow_the_others_are(size, options
 
 
 def test_a_slow_rank_plays_fewer_groups():
-    ranks = play(
-        2, [CoinPolicy(), slow(0.5)], 1, num_groups=12, max_sampling_factor=9
-    )
+    ranks = play(2, [CoinPolicy(), slow(0.5)], 1, num_groups=12, max_sampling_factor=9)
     num_fast, num_slow = (
         0 if batch is None else len(returns_by_group(batch))
         for ((batch, _),), _ in ranks

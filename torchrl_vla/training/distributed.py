@@ -6,8 +6,9 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torchrl_vla.config.schema import DistributedConfig
 from torchrl_vla.training.heartbeat import Heartbeat, Peer
 
 _JOIN_TIMEOUT = timedelta(seconds=300)  # for all ranks to start Python
+_LEAVE_TIMEOUT_S = 5.0
 
 
 class StoreBoard:
@@ -168,13 +170,30 @@ def join_ranks(cfg: DistributedConfig) -> Iterator[Alone | ProcessRanks]:
         )
         yield ranks
     except BaseException as error:
-        if (gone := heartbeat.stop_after(error)) is not None:
+        gone = heartbeat.stop_after(error)
+        _leave_group()
+        if gone is not None:
             raise ChildProcessError(gone) from error
         raise
     dist.barrier()
     heartbeat.stop()
     dist.barrier()  # the store is rank 0's: it stays until nobody asks it any more
     dist.destroy_process_group()
+
+
+def _leave_group() -> None:
+    """End the group's threads after an error: alive at the exit, they abort it.
+
+    A message to a rank that is gone may keep them; then they are left.
+    """
+
+    def leave() -> None:
+        with suppress(Exception):
+            dist.destroy_process_group()
+
+    leaving = Thread(target=leave, daemon=True)
+    leaving.start()
+    leaving.join(_LEAVE_TIMEOUT_S)
 
 
 def require_one_rank(script: str) -> None:

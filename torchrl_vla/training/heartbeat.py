@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 _FAILED = "failed"
+_GRACE_S = 2.0
 
 
 class Peer(NamedTuple):
@@ -121,7 +122,8 @@ class Heartbeat:
                     f"the store of the run on {self._peers[0].host} is gone, and with "
                     f"it {self._peers[0]} or its torchrun ({error})"
                 )
-            if problem is not None and not self._stopped.is_set():
+            # The main thread may be about to say the same, or what it is about.
+            if problem is not None and not self._stopped.wait(_GRACE_S):
                 text = f"error: {self._peers[self._rank]} ends: {problem}"
                 print(text, file=sys.stderr, flush=True)
                 os._exit(1)

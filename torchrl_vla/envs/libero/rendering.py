@@ -120,6 +120,19 @@ def _gl_context(device_id: int | None) -> Any:
     return _CONTEXTS[device_id]
 
 
+_ANTIALIAS: set[bool] = set()
+
+
+def _check_antialias(antialias: bool) -> None:
+    """Refuse a second setting: it would change the pictures of those before."""
+    if (not antialias) in _ANTIALIAS:
+        raise ValueError(
+            f"antialias is {antialias}, and this process renders with {not antialias} "
+            "already; use one setting per process"
+        )
+    _ANTIALIAS.add(antialias)
+
+
 class Renderer:
     """Pictures of the states of one compiled model, as robosuite draws them.
 
@@ -131,6 +144,7 @@ class Renderer:
         device_id: EGL device, ``None`` for the default. One per process.
 
     Raises:
+        ValueError: for another ``antialias`` or device than the process has already.
         RuntimeError: when no OpenGL context can be made.
     """
 
@@ -152,6 +166,7 @@ class Renderer:
             max(size.offheight, height),
             max(size.offwidth, width),
         )
+        _check_antialias(antialias)
         if not antialias:
             model.vis.quality.offsamples = 0
         self._model = model

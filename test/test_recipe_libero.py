@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 SCRIPT = ROOT / "sota-implementations" / "vla_grpo" / "vla-grpo.py"
-SECONDS = 60  # a bound for what hangs; busy cores make an end slow
+SECONDS = 60
 """Within this time everything has to end; starting takes longer."""
 SMALL = [
     "+experiment=libero_smoke",
@@ -124,7 +124,13 @@ def endless_run(folder, output, *changes):
     before = last_iteration(folder)
     with output.open("w") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=file, cwd=folder.parent, start_new_session=True
+            command,
+            stdout=file,
+            stderr=file,
+            cwd=folder.parent,
+            start_new_session=True,
+            # Started in the background by a shell, tests ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
         wait_until(

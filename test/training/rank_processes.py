@@ -1,14 +1,33 @@
-"""Run a function of this folder on several ranks, each a process of its own."""
+"""Run a function or a command on several ranks, each a process of its own."""
 
-import importlib
+import multiprocessing
 import os
 import pickle
+import runpy
 import socket
 import subprocess
 import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
+import torch
+
 HERE = Path(__file__).parent
+FORKS = multiprocessing.get_context("forkserver")
+# Ranks are forked from a process that has imported all this, which takes seconds.
+FORKS.set_forkserver_preload(
+    [
+        "torchrl_vla.collectors.factory",
+        "torchrl_vla.config.load",
+        "torchrl_vla.modules.factory",
+        "torchrl_vla.modules.openvla_oft",
+        "torchrl_vla.training.recorder",
+        "torchrl_vla.training.shards",
+        "torchrl_vla.training.updater",
+    ]
+)
 
 
 def free_port():
@@ -55,31 +74,39 @@ def end(processes):
         process.stdout.close()
 
 
-def on_ranks(function, size, folder, *args, timeout=300):
+def on_ranks(function, size, folder, *args, timeout_s=300):
     """What ``function(*args)`` returns on each of ``size`` ranks."""
     folder.mkdir(parents=True, exist_ok=True)
-    call = pickle.dumps((function.__module__, function.__name__, args)).hex()
+    port = free_port()
     outputs = [folder / f"rank{rank}.pkl" for rank in range(size)]
-    processes = start(
-        [[sys.executable, __file__, call, str(output)] for output in outputs]
-    )
+    processes = [
+        FORKS.Process(
+            target=_run, args=(environment(rank, size, port), output, function, args)
+        )
+        for rank, output in enumerate(outputs)
+    ]
+    give_up_s = time.monotonic() + timeout_s
     try:
-        texts = [process.communicate(timeout=timeout)[0] for process in processes]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(give_up_s - time.monotonic())
     finally:
-        end(processes)
-    for process, text in zip(processes, texts, strict=True):
-        assert process.returncode == 0, text
+        for process in processes:
+            process.kill()
+    assert [process.exitcode for process in processes] == [0] * size, "see stderr"
     return [pickle.loads(output.read_bytes()) for output in outputs]
 
 
-def main():
-    import torch
+def launch(command):
+    """What a script prints that is started with ``[python, path, *arguments]``."""
+    sys.argv = command[1:]
+    with redirect_stdout(StringIO()) as text, redirect_stderr(text):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return text.getvalue()
 
+
+def _run(variables, output, function, args):
+    os.environ.update(variables)
     torch.set_num_threads(1)
-    module, name, args = pickle.loads(bytes.fromhex(sys.argv[1]))
-    result = getattr(importlib.import_module(module), name)(*args)
-    Path(sys.argv[2]).write_bytes(pickle.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+    output.write_bytes(pickle.dumps(function(*args)))

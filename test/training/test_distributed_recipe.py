@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import end, start
+from rank_processes import end, launch, on_ranks, start
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchrl_vla.training.checkpoint import load_checkpoint
@@ -50,12 +50,8 @@ def run(size, folder, **changes):
         )
         assert done.returncode == 0, done.stderr
     else:
-        processes = start([command(folder, **changes)] * size)
-        try:
-            texts = [process.communicate(timeout=300)[0] for process in processes]
-        finally:
-            end(processes)
-        assert [p.returncode for p in processes] == [0] * size, texts
+        results = folder.with_name(f"{folder.name}-ranks")
+        texts = on_ranks(launch, size, results, command(folder, **changes))
         assert "run folder" in texts[0]
         assert not [text for text in texts[1:] if text], "one rank speaks"
     return json.loads((folder / "summary.json").read_text())

@@ -82,6 +82,7 @@ def experiments(*, supervised):
 @pytest.mark.parametrize("name", experiments(supervised=True))
 def test_every_experiment_of_supervised_fine_tuning_composes(name):
     overrides = [f"+experiment={name}", "demos.path=somewhere"]
+    overrides += [WEIGHTS] if name.endswith("openvla") else []
     with initialize_config_dir(str(CONFIGS), version_base=None):
         raw = compose("sft", overrides)
     cfg = load.load_options(raw, SFTConfig)

@@ -188,6 +188,13 @@ def sizes(specs: Composite) -> dict[str, int]:
     }
 
 
+def drawn_image_size(cfg: EnvConfig, specs: Composite) -> int:
+    """Side of the simulator's images, px, before ``env.image_transform``."""
+    if cfg.image_transform == "none":
+        return sizes(specs)["image_size"]
+    return cfg.image_size
+
+
 def protocol(cfg: EnvConfig) -> dict[str, Any]:
     """What must be equal for two success rates to be comparable."""
     shared = {

@@ -77,12 +77,15 @@ def _drawn(
     return random.Random(derive_seed(seed, "demonstrations", task)).sample(mine, num)
 
 
-def check_fit(demonstrations: Sequence[Demonstration], sizes: dict[str, int]) -> None:
-    """Refuse demonstrations that look different from what the policy will see.
+def check_fit(
+    demonstrations: Sequence[Demonstration], sizes: dict[str, int], image_size: int
+) -> None:
+    """Refuse demonstrations that look different from what the environment shows.
 
     Args:
         demonstrations: of one kind.
-        sizes: of the environment, see :func:`envs.factory.sizes`.
+        sizes: of state and action, see :func:`envs.factory.sizes`.
+        image_size: side of the simulator's images, px, before they are prepared.
 
     Raises:
         ValueError: for another size of image, state or action; says what to set.
@@ -97,9 +100,9 @@ def check_fit(demonstrations: Sequence[Demonstration], sizes: dict[str, int]) ->
             )
         for camera, frames in demo.images.items():
             height, width = frames.shape[1:3]
-            if (height, width) != (sizes["image_size"],) * 2:
+            if (height, width) != (image_size, image_size):
                 raise ValueError(
                     f"the demonstrations' {camera!r} is {height} x {width} px, the "
-                    f"environment draws {sizes['image_size']}; set env.image_size="
-                    f"{height} or record others"
+                    f"environment draws {image_size}; set env.image_size={height} or "
+                    "record others"
                 )

@@ -54,6 +54,12 @@ def evaluate(script, folder, **given):
     return script.run(options, names)
 
 
+def newest(folder):
+    """Where the last evaluation of a run was written."""
+    files = (folder / "evaluation").glob("*/evaluation.json")
+    return max(files, key=lambda file: file.stat().st_mtime_ns).parent
+
+
 def test_it_gives_the_success_rate_of_the_run(script, trained, capsys):
     folder, summary = trained
     found = evaluate(script, folder, eval__num_videos=2)
@@ -62,7 +68,7 @@ def test_it_gives_the_success_rate_of_the_run(script, trained, capsys):
         assert found[name] == expected[name], name
     assert round(found["success_rate"], 4) == summary["final_success_rate"]
     assert found["iteration"] == 2
-    place = folder / "evaluation"
+    place = newest(folder)
     written = json.loads((place / "evaluation.json").read_text())
     assert written == json.loads(json.dumps(found))
     assert len(list(place.glob("*.mp4"))) == 2
@@ -92,11 +98,22 @@ def test_what_is_played_can_change_but_not_the_run(script, trained):
     folder, _ = trained
     found = evaluate(script, folder, eval__num_init_states=5)
     assert found["protocol"]["pairs"] == {"0": "0-4"}
-    before = (folder / "evaluation" / "evaluation.json").read_bytes()
+    before = sorted((folder / "evaluation").rglob("*"))
     for name, value in {"policy__num_bins": 7, "env__chunk_size": 2, "seed": 1}.items():
         with pytest.raises(ConfigError, match=r"fixed by the checkpoint.*eval"):
             evaluate(script, folder, **{name: value})
-    assert (folder / "evaluation" / "evaluation.json").read_bytes() == before
+    assert sorted((folder / "evaluation").rglob("*")) == before
+
+
+def test_an_evaluation_leaves_the_ones_before(script, trained):
+    folder, _ = trained
+    evaluate(script, folder, eval__num_init_states=4)
+    first = newest(folder)
+    before = (first / "evaluation.json").read_bytes()
+    evaluate(script, folder, eval__num_init_states=3)
+    assert newest(folder) != first
+    assert newest(folder).name.startswith("toy_iteration_000002_")
+    assert (first / "evaluation.json").read_bytes() == before
 
 
 def test_without_a_checkpoint_the_policy_is_new(script, trained, tmp_path):
@@ -137,6 +154,6 @@ def test_the_command_line(trained, tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "evaluation.json" in ended.stdout
-    found = json.loads((folder / "evaluation" / "evaluation.json").read_text())
+    found = json.loads((newest(folder) / "evaluation.json").read_text())
     assert found["num_episodes"] == 3
     assert found["seed"] == 3

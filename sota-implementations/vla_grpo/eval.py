@@ -10,14 +10,15 @@ Options are those that the checkpoint holds; the command line may change what is
 rules of an episode. Without a checkpoint, options of a policy give the policy that
 training would begin with.
 
-``evaluation/`` in the run's folder gets ``evaluation.json`` (rates, Wilson intervals,
-protocol) and the videos.
+``evaluation/SUITE_iteration_NUMBER/`` in the run's folder, a new one each time, gets
+``evaluation.json`` (rates, Wilson intervals, protocol) and the videos.
 """
 
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +155,9 @@ def merge(
 def save(result: EvaluationResult, cfg: Config, iteration: int) -> dict[str, Any]:
     """Write ``evaluation.json`` and videos, print a table."""
     run_dir = cfg.run_dir or RunFolder(None, cfg.name, "never", {}).path
-    folder = Path(run_dir) / "evaluation"
-    folder.mkdir(parents=True, exist_ok=True)
+    played = cfg.env.task_suite if cfg.env.name == "libero" else cfg.env.name
+    name = f"{played}_iteration_{iteration:06d}"
+    folder = new_folder(Path(run_dir) / "evaluation" / name)
     fps = envs.decisions_per_second(cfg.env)
     videos.save_episodes(folder, result.videos, result.success, fps)
     summary = {"iteration": iteration, "seed": cfg.seed, **result.summary()}
@@ -168,6 +170,14 @@ def save(result: EvaluationResult, cfg: Config, iteration: int) -> dict[str, Any
         print(f"{name:>8} {rate:>8.3f} {interval:>16} {episodes:>9}")
     print(f"{folder}/evaluation.json")
     return summary
+
+
+def new_folder(path: Path) -> Path:
+    """Make ``path``, or the first of ``path_2``, ``path_3``, ... that is not there."""
+    names = chain([path.name], (f"{path.name}_{number}" for number in count(2)))
+    folder = next(f for f in map(path.with_name, names) if not f.exists())
+    folder.mkdir(parents=True)
+    return folder
 
 
 @hydra.main(version_base=None, config_path="../../configs", config_name="eval")

@@ -181,6 +181,11 @@ def test_resume_with_nothing_left_evaluates_and_sums_up(recipe, tmp_path):
     again = recipe.run(options(tmp_path, resume="auto", train={"num_iterations": 2}))
     for name in ("final_success_rate", "num_iterations", "num_optimizer_steps"):
         assert again[name] == first[name]
+    assert again["seconds_eval"] > first["seconds_eval"]
+    *_, before, last = rows(tmp_path)
+    assert last["iteration"] == before["iteration"] == "2"
+    assert last["eval_success_rate"] == before["eval_success_rate"]
+    assert last["success_rate"] == "", "nothing was collected"
 
 
 def test_resume_auto_of_nothing_starts_afresh(recipe, whole, tmp_path):

@@ -124,7 +124,7 @@ def run(cfg: SFTConfig) -> dict:
             if is_last or is_due(iteration, cfg.checkpoint.every):
                 folder.save(iteration, parts, recorder.counters, cfg.checkpoint.keep)
         if recorder.result is None:  # resumed with nothing left to do
-            evaluate(is_last=True)
+            recorder.log(folder.iteration, evaluate(is_last=True))
 
         summary = recorder.finish(
             seed=cfg.seed,

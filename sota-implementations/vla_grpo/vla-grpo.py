@@ -124,7 +124,7 @@ def run(cfg: Config) -> dict:
                 break
         folder.finish_save()
         if recorder.result is None:  # resumed with nothing left to do
-            evaluate(with_videos=True)
+            recorder.log(folder.iteration, evaluate(with_videos=True))
         return recorder.finish(seed=cfg.seed)
 
 

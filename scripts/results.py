@@ -133,7 +133,7 @@ def plot_curves(axes, runs: Mapping[str, Sequence[Path]], x: str, title: str) ->
     axes.set_ylim(0, 1.02)
     axes.set_xlabel(x)
     axes.set_title(title)
-    axes.legend(frameon=False, loc="lower right", fontsize=8)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(0, 0.34), fontsize=8)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -128,6 +128,12 @@ def test_a_worker_can_change_its_task(group):
     assert other["task_id"].flatten().tolist() == [1] * G
     assert other["language_instruction"] != first["language_instruction"]
     assert len(group._compiled) == 1
-    again = group.reset(task_id=0, init_state_id=4)
-    assert np.array_equal(states(group), before)
-    assert again["observation", "image"].equal(first["observation", "image"])
+    group.max_cached_tasks = 2
+    for _ in range(2):  # compiled again, then from the cache
+        again = group.reset(task_id=0, init_state_id=4)
+        assert np.array_equal(states(group), before)
+        assert again["observation", "image"].equal(first["observation", "image"])
+        other_again = group.reset(task_id=1, init_state_id=4)
+        for key in ("image", "state"):
+            assert other_again["observation", key].equal(other["observation", key])
+    assert len(group._compiled) == 2

@@ -178,7 +178,6 @@ class Renderer:
         self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
         self._perturbation = mujoco.MjvPerturb()
         self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
 
     def render(self, data: Any, camera: int, height: int, width: int) -> np.ndarray:
         """A picture, uint8 ``[height, width, 3]``, upright and as policies see it.
@@ -189,6 +188,8 @@ class Renderer:
         import mujoco
 
         self._gl.make_current()
+        # Each model has a framebuffer; another one's may have been drawn to last.
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
         self._camera.fixedcamid = camera
         mujoco.mjv_updateScene(
             self._model,

@@ -3,6 +3,7 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from countdown import CoinPolicy, make_workers
 from test_group_collector import TASKS, G, returns_by_group, same
 
 from torchrl_vla.collectors import EnvPool, GroupCollector
-from torchrl_vla.collectors.group_wave import PLAYED
+from torchrl_vla.collectors.group_wave import PLAYED, GroupWave
 from torchrl_vla.data.group_schedule import GroupSchedule
 
 
@@ -80,7 +81,11 @@ def play(size, policies, num_iterations=2, **options):
             ranks=ThreadRanks(rank, size, shared),
             **arguments,
         )
-        found = [collector.collect(policies[rank]) for _ in range(num_iterations)]
+        try:
+            found = [collector.collect(policies[rank]) for _ in range(num_iterations)]
+        except BaseException:
+            shared["barrier"].abort()  # or the others wait for this one
+            raise
         return found, collector.state_dict()
 
     with ThreadPoolExecutor(size) as threads:
@@ -134,3 +139,14 @@ def test_a_slow_rank_plays_fewer_groups():
     )
     assert num_fast + num_slow == 12
     assert num_slow < num_fast / 2
+
+
+def test_a_rank_that_holds_nothing_any_more_goes_on_forgetting():
+    """Others decide on further groups while it plays its next one."""
+    (((batch, _), *_), _) = play(1, [CoinPolicy()])[0]
+    wave = object.__new__(GroupWave)
+    wave.c, wave.kept, wave.rows = SimpleNamespace(num_groups=1), {}, [batch]
+    wave.first = wave.num_forgotten = 0
+    for wave.position in (1000, 2000):
+        wave._forget_dropped()
+        assert wave.rows == []

@@ -264,7 +264,8 @@ class GroupWave:
             group_B = rows[keys.GROUP_ID].flatten()
             kept = torch.tensor(sorted(self.kept), dtype=torch.int64)
             live = (group_B >= self.position) | torch.isin(group_B, kept)
-            self.rows = [rows[live]]
+            # Never an empty one: tensordict cannot mask texts that are not there.
+            self.rows = [rows[live]] if live.any() else []
 
     def batch(self) -> TensorDictBase | None:
         episodes = [

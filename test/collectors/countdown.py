@@ -162,7 +162,10 @@ def make_workers(kind, num_workers=3):
         return make_countdown(num_workers)
     if kind == "serial":
         return SerialEnv(num_workers, make_countdown)
-    return ParallelEnv(num_workers, make_countdown, mp_start_method="fork")
+    # Through pipes: in shared memory the main process spins until they answer.
+    return ParallelEnv(
+        num_workers, make_countdown, mp_start_method="fork", use_buffers=False
+    )
 
 
 class CoinPolicy:

@@ -7,7 +7,8 @@ import time
 
 import pytest
 import torch
-from countdown import RecordingPolicy, make_toy, make_workers
+from countdown import RecordingPolicy, make_countdown, make_toy, make_workers
+from torchrl.envs import ParallelEnv
 
 from torchrl_vla.collectors import EnvPool, EpisodeRequest
 
@@ -180,7 +181,7 @@ def test_a_group_starts_bit_identically():
 
 
 def test_a_dead_worker_is_noticed_and_named():
-    env = make_workers("parallel", 2)
+    env = ParallelEnv(2, make_countdown, mp_start_method="fork")  # in shared memory
     waiting = iter(requests_for([4] * 8))
     rounds = EnvPool(env).play(RecordingPolicy(), lambda worker: next(waiting, None))
     next(rounds)

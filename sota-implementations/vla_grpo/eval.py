@@ -18,7 +18,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +173,10 @@ def save(result: EvaluationResult, cfg: Config, iteration: int) -> dict[str, Any
 
 def new_folder(path: Path) -> Path:
     """Make ``path``, or the first of ``path_2``, ``path_3``, ... that is not there."""
-    names = chain([path.name], (f"{path.name}_{number}" for number in count(2)))
-    folder = next(f for f in map(path.with_name, names) if not f.exists())
+    folder, number = path, 1
+    while folder.exists():
+        number += 1
+        folder = path.with_name(f"{path.name}_{number}")
     folder.mkdir(parents=True)
     return folder
 

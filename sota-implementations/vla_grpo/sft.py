@@ -74,7 +74,7 @@ def run(cfg: SFTConfig) -> dict:
         pool = make_pool(cfg.env, codec, seed=cfg.seed)
         stack.callback(pool.close)
         sizes = envs.sizes(pool.specs)
-        check_fit(demos, sizes, envs.drawn_image_size(cfg.env, pool.specs))
+        check_fit(demos, sizes, envs.drawn_image_size(cfg.env, sizes))
         policy = make_policy(cfg.policy, sizes, seed=cfg.seed, device=device)
         standardize_state(policy, cfg.policy, statistics)
         trainer = make_trainer(

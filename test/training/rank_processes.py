@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -94,7 +95,8 @@ def on_ranks(function, size, folder, *args, timeout_s=300):
     finally:
         for process in processes:
             process.kill()
-    assert [process.exitcode for process in processes] == [0] * size, "see stderr"
+    errors = [error.read_text() for error in folder.glob("rank*.txt")]
+    assert [process.exitcode for process in processes] == [0] * size, errors
     return [pickle.loads(output.read_bytes()) for output in outputs]
 
 
@@ -109,4 +111,8 @@ def launch(command):
 def _run(variables, output, function, args):
     os.environ.update(variables)
     torch.set_num_threads(1)
-    output.write_bytes(pickle.dumps(function(*args)))
+    try:
+        output.write_bytes(pickle.dumps(function(*args)))
+    except BaseException:
+        output.with_suffix(".txt").write_text(traceback.format_exc())
+        raise

@@ -188,11 +188,9 @@ def sizes(specs: Composite) -> dict[str, int]:
     }
 
 
-def drawn_image_size(cfg: EnvConfig, specs: Composite) -> int:
+def drawn_image_size(cfg: EnvConfig, sizes: dict[str, int]) -> int:
     """Side of the simulator's images, px, before ``env.image_transform``."""
-    if cfg.image_transform == "none":
-        return sizes(specs)["image_size"]
-    return cfg.image_size
+    return sizes["image_size"] if cfg.image_transform == "none" else cfg.image_size
 
 
 def protocol(cfg: EnvConfig) -> dict[str, Any]:
